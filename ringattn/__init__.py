@@ -1,0 +1,37 @@
+"""Exact attention over a sequence split across ranks.
+
+Each rank holds some rows of the sequence and folds every key/value block that they may see into their running softmax, while the
+next block is already travelling. Start at `ring_attention`; for Hugging Face models `import ringattn.hf`.
+"""
+
+from ringattn.api import ring_attention, shard, unshard
+from ringattn.kernels import backends
+from ringattn.layout import layouts, per_document
+from ringattn.masks import Bounds, Causal, Chunked, Documents, Full, Mask, PrefixLM, Rows, Spans, Window
+from ringattn.merge import merge
+from ringattn.plan import Plan, build_plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Bounds",
+    "Causal",
+    "Chunked",
+    "Documents",
+    "Full",
+    "Mask",
+    "Plan",
+    "PrefixLM",
+    "Rows",
+    "Spans",
+    "Window",
+    "__version__",
+    "backends",
+    "build_plan",
+    "layouts",
+    "merge",
+    "per_document",
+    "ring_attention",
+    "shard",
+    "unshard",
+]

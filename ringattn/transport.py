@@ -1,0 +1,275 @@
+"""Transports: how tensors move between ranks.
+
+`exchange(offset, send, recv)` starts sending to the rank `offset` places on and receiving from the rank `offset` places back, and
+returns a handle that is waited for later. Every rank issues its exchanges in the same order, so messages between two ranks match
+by order. `process_group` serves NCCL and gloo; `virtual` is W ranks in one process.
+"""
+
+import collections
+import dataclasses
+import datetime
+import functools
+import itertools
+import weakref
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Handle", "ProcessGroupTransport", "Transport", "VirtualTransport", "VirtualWorld", "group_name", "transports"]
+
+Event = tuple[int, str, int]  # rank, what ("post", "compute", "wait"), offset of the hop
+
+
+class Handle(Protocol):
+    """An exchange under way."""
+
+    def ready(self) -> bool:
+        """True where `wait` would not block for ever on a peer driven by the same process."""
+        ...
+
+    def wait(self) -> None:
+        """Return once `recv` holds what was sent and `send` may be written to again (on CUDA: for the current stream)."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves tensors between the ranks of one ring."""
+
+    rank: int
+    world_size: int
+    events: list[Event] | None  # where given, the order of things is written down
+
+    def exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
+        """Start sending `send` to `rank + offset` and receiving `recv` from `rank - offset` (modulo the world size)."""
+        ...
+
+    def record(self, what: str, offset: int) -> None:
+        """Note an event, if anybody asked for events."""
+        ...
+
+
+class _Base:
+    def __init__(self, rank: int, world_size: int, events: list[Event] | None) -> None:
+        self.rank, self.world_size, self.events = rank, world_size, events
+
+    def record(self, what: str, offset: int) -> None:
+        if self.events is not None:
+            self.events.append((self.rank, what, offset))
+
+
+# ---- one process a rank ---------------------------------------------------------------------------------------------------------
+
+
+class ProcessGroupTransport(_Base):
+    """Sends and receives of a `torch.distributed` process group, batched (NCCL, gloo).
+
+    Args:
+        group: the process group.
+        timeout: seconds that one wait may take on a CPU backend; None leaves it to the group's own timeout. On NCCL the group's
+            watchdog does the timing, since a wait there only orders streams.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None, events: list[Event] | None = None) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), events)
+        self.group, self.timeout = group, timeout
+        _warm_up(group.group_name)
+
+    def exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
+        self.record("post", offset)
+        target, source = (self.rank + offset) % self.world_size, (self.rank - offset) % self.world_size
+        moves = []
+        if send is not None:
+            moves.append((f"sending to rank {target}", dist.P2POp(dist.isend, send, group=self.group, group_peer=target)))
+        if recv is not None:
+            moves.append((f"receiving from rank {source}", dist.P2POp(dist.irecv, recv, group=self.group, group_peer=source)))
+        handle = _Works(self, offset)
+        if moves:
+            try:
+                works = dist.batch_isend_irecv([op for _, op in moves])
+            except RuntimeError as error:
+                raise handle.failed(" and ".join(what for what, _ in moves), error) from error
+            # NCCL coalesces a batch into one work; gloo gives one for each move
+            names = [what for what, _ in moves] if len(works) == len(moves) else [" and ".join(what for what, _ in moves)]
+            handle.works = list(zip(names, works, strict=True))
+        return handle
+
+
+class _Works:
+    """The handle of a process group's exchange."""
+
+    def __init__(self, transport: ProcessGroupTransport, offset: int) -> None:
+        self.transport, self.offset = transport, offset
+        self.works: list[tuple[str, dist.Work]] = []
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        self.transport.record("wait", self.offset)
+        for what, work in self.works:
+            try:
+                if self.transport.timeout is None or not _on_cpu(self.transport.group):
+                    work.wait()
+                else:
+                    work.wait(datetime.timedelta(seconds=self.transport.timeout))
+            except RuntimeError as error:
+                raise self.failed(what, error) from error
+        self.works = []
+
+    def failed(self, what: str, error: Exception) -> RuntimeError:
+        way = f"hop {self.offset}" if self.offset > 0 else f"the gradients' way home of hop {-self.offset}"
+        limit = "the group's timeout" if self.transport.timeout is None else f"{self.transport.timeout:g} s"
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return RuntimeError(
+            f"ring_attention: rank {self.transport.rank} of {self.transport.world_size} failed {what} on {way} (limit {limit}): "
+            f"{reason}; that rank died, left, or hangs. Look at its log first."
+        )
+
+
+def _on_cpu(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) in ("gloo", "mpi", "ucc")
+
+
+@functools.lru_cache(None)
+def _warm_up(name: str) -> None:
+    """Make NCCL connect all ranks of a group now: where its first call is a batch of sends, every rank would have to be in it."""
+    group = _resolve(name)
+    if not _on_cpu(group):
+        dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
+
+
+def _resolve(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+@functools.lru_cache(None)
+def cpu_group(name: str) -> dist.ProcessGroup:
+    """A group of the same ranks that takes CPU tensors: the group itself where it can, else a gloo group beside it."""
+    group = _resolve(name)
+    if _on_cpu(group):
+        return group
+    # only the members make it: another ring of the same job may be elsewhere
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+
+
+# ---- W ranks in one process -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Message:
+    """A send and a receive that match, one of them perhaps not posted yet."""
+
+    send: Tensor | None = None
+    recv: Tensor | None = None
+    delivered: bool = False
+
+    def deliver(self) -> None:
+        if self.delivered or self.send is None or self.recv is None:
+            return
+        if self.send.numel() != self.recv.numel() or self.send.dtype != self.recv.dtype:
+            raise RuntimeError(
+                f"virtual transport: {self.send.numel()} elements of {self.send.dtype} were sent and {self.recv.numel()} of "
+                f"{self.recv.dtype} awaited; both ends must agree."
+            )
+        self.recv.copy_(self.send)
+        self.delivered = True
+
+
+class VirtualWorld:
+    """W ranks in one process. `name` is what stands for it where a process group's name would."""
+
+    _worlds: "weakref.WeakValueDictionary[str, VirtualWorld]" = weakref.WeakValueDictionary()
+    _count = itertools.count()
+
+    def __init__(self, world_size: int) -> None:
+        if world_size < 1:
+            raise ValueError(f"virtual: world_size is {world_size}; it must be at least 1.")
+        self.world_size = world_size
+        self.name = f"virtual:{next(self._count)}"
+        self.events: list[Event] | None = None
+        self.messages: dict[tuple[int, int], collections.deque[_Message]] = collections.defaultdict(collections.deque)
+        self._worlds[self.name] = self
+
+    def message(self, source: int, target: int, side: str, tensor: Tensor) -> _Message:
+        """Post one side of the next message from `source` to `target` that lacks it."""
+        queue = self.messages[source, target]
+        while queue and queue[0].delivered:
+            queue.popleft()
+        message = next((m for m in queue if getattr(m, side) is None), None)
+        if message is None:
+            message = _Message()
+            queue.append(message)
+        setattr(message, side, tensor)
+        return message
+
+
+class VirtualTransport(_Base):
+    """One rank of a `VirtualWorld`.
+
+    Bytes move as late as they may, when one end waits, and until then the receiver's buffer holds NaN: an exchange that is not
+    waited for, or a buffer that is written too early, becomes a wrong number instead of luck.
+    """
+
+    def __init__(self, world: VirtualWorld, rank: int) -> None:
+        super().__init__(rank, world.world_size, world.events)
+        self.world = world
+
+    def exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
+        self.record("post", offset)
+        target, source = (self.rank + offset) % self.world_size, (self.rank - offset) % self.world_size
+        messages = []
+        if send is not None:
+            messages.append(self.world.message(self.rank, target, "send", send))
+        if recv is not None:
+            recv.fill_(torch.nan)
+            messages.append(self.world.message(source, self.rank, "recv", recv))
+        return _Messages(self, offset, messages)
+
+
+@dataclasses.dataclass
+class _Messages:
+    """The handle of a virtual exchange."""
+
+    transport: VirtualTransport
+    offset: int
+    messages: list[_Message]
+
+    def ready(self) -> bool:
+        return all(m.send is not None and m.recv is not None for m in self.messages)
+
+    def wait(self) -> None:
+        self.transport.record("wait", self.offset)
+        for message in self.messages:
+            message.deliver()
+
+
+# ---- by name --------------------------------------------------------------------------------------------------------------------
+
+
+def group_name(group: object) -> str:
+    """The name by which an operator knows a ring: of a ProcessGroup, a one-dimensional DeviceMesh, a VirtualWorld; "" for None."""
+    if group is None:
+        return ""
+    if isinstance(group, VirtualWorld):
+        return group.name
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group is a mesh with the axes {group.mesh_dim_names}; it must have one. Pass mesh['cp'].")
+        return group.get_group().group_name
+    raise ValueError(f"group is a {type(group).__name__}; it must be a ProcessGroup, a one-dimensional DeviceMesh or None.")
+
+
+def transports(name: str, timeout: float | None = None) -> list[Transport]:
+    """One transport for each rank of the ring that this process drives: one, or all W of a virtual world."""
+    if name == "":
+        return [VirtualTransport(VirtualWorld(1), 0)]
+    if name.startswith("virtual:"):
+        world = VirtualWorld._worlds.get(name)
+        if world is None:
+            raise RuntimeError(f"ring_attention: the virtual ring {name} is gone; keep the object that virtual() returned.")
+        return [VirtualTransport(world, rank) for rank in range(world.world_size)]
+    return [ProcessGroupTransport(_resolve(name), timeout)]
