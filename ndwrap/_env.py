@@ -1,0 +1,33 @@
+"""The environment that torchrun gives a process; no other module of the package reads it."""
+
+import os
+
+__all__ = ["local_rank", "rank", "world_size"]
+
+
+def _integer(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise RuntimeError(
+            f"ndwrap: the environment variable {name} is {text!r}; it must be an integer. "
+            "Launch with torchrun, or unset it."
+        ) from None
+
+
+def world_size() -> int:
+    """The number of processes, `WORLD_SIZE`; default 1."""
+    return _integer("WORLD_SIZE", 1)
+
+
+def rank() -> int:
+    """The index of this process among all, `RANK`; default 0."""
+    return _integer("RANK", 0)
+
+
+def local_rank() -> int:
+    """The index of this process on its host, `LOCAL_RANK`; default 0."""
+    return _integer("LOCAL_RANK", 0)
