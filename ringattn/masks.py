@@ -60,8 +60,9 @@ class Mask:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.KIND in _KINDS:
-            raise ValueError(f"{cls.__name__}: kind {cls.KIND} is {_KINDS[cls.KIND].__name__}'s; choose a free number.")
+        holder = _KINDS.get(cls.KIND, cls)
+        if holder.__qualname__ != cls.__qualname__:  # the same class may be defined again, as in a notebook
+            raise ValueError(f"{cls.__name__}: kind {cls.KIND} is {holder.__name__}'s; choose a free number.")
         _KINDS[cls.KIND] = cls
 
     def intervals(self, q_pos: Tensor) -> Intervals:

@@ -21,9 +21,9 @@ PIXELS = 1024  # of the attention matrix, each way
 def draw_schedule(mask: Mask, layout: Layout, seqlen: int, world_size: int, path: str | PathLike[str]) -> None:
     """Draw the plans of all ranks into one PNG, from nothing but the plans.
 
-    Left, the attention matrix in the order in which the ranks hold it: a row of squares is a rank's queries, a column of
-    squares a rank's keys, and the colour of what is seen says at which hop it is computed. Right, a lane per rank: what it
-    computes at each hop, and how many rows of K and V it sends meanwhile.
+    Left, the attention matrix in the order in which the ranks hold it: a row of squares is a rank's queries, a column
+    of squares a rank's keys, and the colour of what is seen says at which hop it is computed. Right, a lane per rank:
+    what it computes at each hop, and how many rows of K and V it sends meanwhile.
 
     `mask`: one that is the same for every batch row. `path`: the file, `.png` or what else matplotlib writes.
 
@@ -48,7 +48,7 @@ def draw_schedule(mask: Mask, layout: Layout, seqlen: int, world_size: int, path
     figure.text(0.035, 0.893, _summary(plans), fontsize=11.5, color=MUTED, va="center")
     _draw_layout(figure.add_axes((0.075, 0.785, 0.355, 0.035)), plans)
     _draw_matrix(figure.add_axes((0.075, 0.045, 0.355, 0.678)), plans, colours)
-    caption = "Bars: computed, in shares of a rank's mean work. Arrows: rows of K and V that travel meanwhile"
+    caption = "Bars: what a rank computes, in shares of the mean. Arrows: K and V that travel meanwhile"
     figure.text(0.5, 0.829, caption, fontsize=10.5, color=MUTED)
     _draw_lanes(figure.add_axes((0.5, 0.045, 0.475, 0.678)), plans, colours)
     figure.savefig(path)
@@ -95,7 +95,7 @@ def _starts(plans: list[Plan]) -> np.ndarray:
 def raster(plans: list[Plan], pixels: int = PIXELS) -> np.ndarray:
     """The attention matrix in rank order, int16 `[n, n]`: the hop's offset where a row sees a key, -1 elsewhere.
 
-    A pixel is one (query, key) pair: each of them where the sequence has at most `pixels` tokens, else evenly spaced ones.
+    A pixel is one (query, key) pair: every pair of a sequence of at most `pixels` tokens, evenly spaced ones of others.
     """
     seqlen, starts = plans[0].seqlen, _starts(plans)
     shown = np.arange(seqlen) if seqlen <= pixels else ((np.arange(pixels) + 0.5) * seqlen / pixels).astype(np.int64)

@@ -136,7 +136,7 @@ class Plan:
         return keys + sum(hop.recv_rows for hop in self.hops) * per_row * max(4, dtype.itemsize)
 
 
-@functools.lru_cache(32)
+@functools.lru_cache(8)
 def _canonical(mask: Mask, seqlen: int) -> tuple[np.ndarray, ...]:
     """The mask's intervals over the whole sequence, each int64 `[2, N]` or `[2, batch, N]`: clipped, checked, none all empty.
 
@@ -234,7 +234,7 @@ def _blocks(mask: Mask, seqlen: int, mine: np.ndarray, keys: np.ndarray) -> Iter
         yield Block(row_range, range(first, last), is_full, area, torch.from_numpy(lo), torch.from_numpy(hi))
 
 
-@functools.lru_cache(32)
+@functools.lru_cache(16)
 def build_plan(mask: Mask, layout: Layout, seqlen: int, world_size: int, rank: int) -> Plan:
     """The plan of one rank: per hop what it sends, receives and computes.
 

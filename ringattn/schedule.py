@@ -44,13 +44,21 @@ def drive(passes: Sequence[Pass]) -> list[Any]:
     return results
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(16)
+def _on_device(plan: Plan, device: torch.device) -> dict[tuple[Block, range], Bounds]:
+    """The bounds of a plan that have been moved to a device, so that the layers of a model share one copy."""
+    return {}
+
+
 def _bounds(plan: Plan, hop: Hop, block: Block, rows: range, device: torch.device) -> Bounds:
-    """The bounds of some rows of a block on the device; remembered, so that the layers of a model share one copy."""
-    keys = plan.positions_of(hop)[block.keys.start : block.keys.stop]
-    q_pos, k_pos = (p.to(device, torch.int32) for p in (plan.positions[_rows(rows)], keys))
-    lo, hi = (t[..., _rows(rows)].to(device) for t in (block.lo, block.hi))
-    return Bounds(lo, hi, q_pos, k_pos, block.is_full and rows == block.rows)
+    """The bounds of some rows of a block on the device."""
+    known = _on_device(plan, device)
+    if (block, rows) not in known:
+        keys = plan.positions_of(hop)[block.keys.start : block.keys.stop]
+        q_pos, k_pos = (p.to(device, torch.int32) for p in (plan.positions[_rows(rows)], keys))
+        lo, hi = (t[..., _rows(rows)].to(device) for t in (block.lo, block.hi))
+        known[block, rows] = Bounds(lo, hi, q_pos, k_pos, block.is_full and rows == block.rows)
+    return known[block, rows]
 
 
 def _rows(r: range) -> slice:

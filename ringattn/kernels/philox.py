@@ -23,7 +23,9 @@ def _multiply(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
     return (product >> 32) & _WORD, product & _WORD
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four random words of Philox4x32-10 at `counter`, as int64 tensors that hold 32 bits each.
 
     Args:
