@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+import ringattn
 from ringattn.kernels import Request, backends
 from ringattn.layout import layouts
 from ringattn.masks import Causal, Chunked, Documents, Full, Mask, PrefixLM, Window
@@ -20,7 +21,7 @@ from ringattn.plan import Plan, build_plan
 
 __all__ = ["main"]
 
-PACKAGES = ("ringattn", "torch", "triton", "numpy", "transformers", "accelerate")
+PACKAGES = ("torch", "triton", "numpy", "transformers", "accelerate")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -104,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def print_env() -> None:
     """Versions, devices, and each backend's verdict on a plain call in fp32 and bf16."""
     print(f"{'python':<13} {platform.python_version()}, {platform.system()} {platform.machine()}")
+    print(f"{'ringattn':<13} {ringattn.__version__}")
     for package in PACKAGES:
         try:
             version = importlib.metadata.version(package)
@@ -155,10 +157,8 @@ def _print_hops(plans: list[Plan], bytes_per_row: int) -> None:
             area = sum(block.area for block in hop.blocks)
             rows = hop.send_rows
             target = (plan.rank + hop.offset) % plan.world_size if rows else "-"
-            rank = plan.rank if number == 0 else ""
-            print(
-                f"{rank:>4} {number:>4} {area:>17,} {area / total:>7.2%} {target:>9} {rows:>10,} {rows * bytes_per_row:>15,}"
-            )
+            who = f"{plan.rank if number == 0 else '':>4} {number:>4}"
+            print(f"{who} {area:>17,} {area / total:>7.2%} {target:>9} {rows:>10,} {rows * bytes_per_row:>15,}")
 
 
 def _print_totals(plans: list[Plan], args: argparse.Namespace) -> None:

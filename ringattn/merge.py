@@ -11,16 +11,16 @@ __all__ = ["merge"]
 def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint key sets, from the finished result of each.
 
-    `lse = log(sum_i exp(lse_i))` and `out = sum_i exp(lse_i - lse) * out_i` (Dao et al., FlashAttention, 2022, section 3.1).
-    Differentiable in every `out` and `lse`.
+    `lse = log(sum_i exp(lse_i))` and `out = sum_i exp(lse_i - lse) * out_i` (Dao et al., FlashAttention,
+    2022, section 3.1). Differentiable in every `out` and `lse`.
 
     Args:
-        parts: one or more `(out, lse)`: out `[B, S, H, Dv]`, lse `[B, H, S]`, natural log, `-inf` for a row that saw no key
-            (its `out` is 0).
+        parts: one or more `(out, lse)`: out `[B, S, H, Dv]`, lse `[B, H, S]`, natural log, `-inf` for a row that saw
+            no key (its `out` is 0).
 
     Returns:
-        out `[B, S, H, Dv]` in the dtype of the first `out`, and lse `[B, H, S]` in fp32 (fp64 where the first `out` is fp64).
-        A row that saw no key in any part has `out` 0 and `lse` -inf.
+        out `[B, S, H, Dv]` in the dtype of the first `out`, and lse `[B, H, S]` in fp32 (fp64 where the first `out` is
+        fp64). A row that saw no key in any part has `out` 0 and `lse` -inf.
 
     Raises:
         ValueError: no part is given, or the shapes do not fit together.

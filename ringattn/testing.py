@@ -1,7 +1,8 @@
-"""For tests of code that uses ring attention: a brute-force oracle, the comparison that goes with it, and a ring in one process.
+"""For tests of code that uses ring attention: a brute-force oracle, its comparison, and a ring in one process.
 
 The oracle uses nothing that it judges: no interval arithmetic, no plan, no kernel, no generator of the package's own.
 """
+
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ __all__ = ["VirtualRing", "assert_matches", "naive_attention", "virtual", "visib
 
 
 def visible(mask: Any, seqlen: int) -> Tensor:
-    """What each row of a sequence sees, pair by pair: bool `[N, N]` (query, key), or `[B, N, N]` where batch rows differ.
+    """What each row of a sequence sees, pair by pair: bool `[N, N]` (query, key), `[B, N, N]` where batch rows differ.
 
     Args:
         mask: any mask of `ringattn.masks`; only its fields are read.
@@ -115,8 +116,8 @@ def naive_attention(
         return_lse: also return lse, default False.
 
     Returns:
-        out `[B, N, H, Dv]`, 0 in rows that see no key; with `return_lse` also lse `[B, H, N]`, natural log, sinks included,
-        -inf in rows that see no key (the sink, where there are sinks).
+        out `[B, N, H, Dv]`, 0 in rows that see no key; with `return_lse` also lse `[B, H, N]`, natural log, sinks
+        included, -inf in rows that see no key (the sink, where there are sinks).
 
     Raises:
         ValueError: dropout without a seed.
@@ -174,10 +175,10 @@ def assert_matches(
 ) -> None:
     """Require that `got` is `want` up to an error that can be derived.
 
-    With `twin` (the same quantity by an honest computation in the low dtype): the largest error is at most twice the twin's plus
-    one rounding, and so is the RMS error (the rule of FlashAttention-4's tests: the rounding is
-    `2 * max |want + 0.3 - 0.3 - want|` in `got`'s dtype). With `rtol`: `max |got - want| <= rtol * max(1, max |want|)`. With
-    neither the two must be equal. NaN and infinities must stand in the same places.
+    With `twin` (the same quantity by an honest computation in the low dtype): the largest error is at most twice the
+    twin's plus one rounding, and so is the RMS error (the rule of FlashAttention-4's tests: the rounding is
+    `2 * max |want + 0.3 - 0.3 - want|` in `got`'s dtype). With `rtol`: `max |got - want| <= rtol * max(1, max |want|)`.
+    With neither the two must be equal. NaN and infinities must stand in the same places.
 
     Args:
         got: what is judged, any shape.
@@ -238,6 +239,7 @@ def assert_matches(
             raise AssertionError(f"{name}: the twin is not finite where {name} should be; it sets no bound.")
     if largest > bound or rms > rms_bound:
         raise AssertionError(
-            f"{name}: max error {largest:.3e} at {at}, the bound is {bound:.3e}; RMS error {rms:.3e}, the bound is {rms_bound:.3e}; "
+            f"{name}: max error {largest:.3e} at {at}, the bound is {bound:.3e}; "
+            f"RMS error {rms:.3e}, the bound is {rms_bound:.3e}; "
             f"there it is {wide_got[at].item()} where {wide[at].item()} is wanted."
         )

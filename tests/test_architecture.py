@@ -21,7 +21,7 @@ LAYERS = (
     ("call",),
     ("ops",),
     ("api",),
-    ("",),  # ringattn/__init__.py
+    ("", "virtual"),  # the nameless one is ringattn/__init__.py
     ("hf", "testing", "picture"),
     ("cli",),
     ("__main__",),

@@ -18,7 +18,7 @@ _ROUNDS = 10
 
 def _multiply(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of a 32 x 32 bit product."""
-    # The product wraps in int64, but its 64 bits are the right ones: the shift drags in sign bits, which the mask drops.
+    # The product wraps in int64, but its 64 bits are right: the shift drags in sign bits, which the mask drops.
     product = word * multiplier
     return (product >> 32) & _WORD, product & _WORD
 
@@ -51,8 +51,8 @@ def philox(
 def keep_mask(options: Options, q_pos: Tensor, k_pos: Tensor, batch: int, heads: int, device: torch.device) -> Tensor:
     """Which attention weights survive dropout: bool `[batch, heads, S, T]`.
 
-    The key is the seed, the counter `(key position, query position, options.head_offset + head, batch row)`; a weight is kept iff
-    word 0 is at least `floor(dropout_p * 2**32)`.
+    The key is the seed, the counter `(key position, query position, options.head_offset + head, batch row)`; a weight
+    is kept iff word 0 is at least `floor(dropout_p * 2**32)`.
 
     Args:
         options: `dropout_p`, `seed` and `head_offset` are read.

@@ -1,7 +1,7 @@
 """The reference backend: block kernels in plain torch, for any device and floating dtype.
 
-It walks tiles of query rows x keys, so that the scores at hand are bounded, and never builds scores that no row sees. All
-arithmetic is in `state_dtype`. Formulas: Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
+It walks tiles of query rows x keys, so that the scores at hand are bounded, and never builds scores that no row sees.
+All arithmetic is in `state_dtype`. Formulas: Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ from ringattn.kernels.philox import keep_mask
 
 __all__ = ["Reference"]
 
-# Query rows x keys. CPU: a few MB of scores, which stay in cache; 128 x 512 took 140 ms of CPU time, 256 x 512 162 ms and 256 x 256 184 ms
-# for a causal fp32 forward of B1 H8 D64 S2048 on one EPYC core. Elsewhere launches are what costs.
+# Query rows x keys. CPU: a few MB of scores, which stay in cache. 128 x 512 took 140 ms of CPU time, 256 x 512 162 ms
+# and 256 x 256 184 ms for a causal fp32 forward of B1 H8 D64 S2048 on one EPYC core. Elsewhere launches are what costs.
 _TILE = {"cpu": (128, 512)}
 _TILE_ELSEWHERE = (1024, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Some query rows, and the key ranges to fold into them; `is_full` of a range: each of the rows sees each of its keys."""
+    """Some query rows, and the key ranges to fold into them, each with whether every row sees every key of it."""
 
     rows: slice
     parts: tuple[tuple[slice, bool], ...]
@@ -43,11 +43,10 @@ def _tiles(bounds: Bounds, seqlen: int, keys: int) -> list[_Tile]:
     lo, hi = torch.stack([bounds.lo, bounds.hi]).reshape(2, -1, seqlen).cpu()
     # The last tile is filled up with copies of the last row, which change no min or max.
     index = torch.arange(len(rows) * tile_rows).clamp_(max=seqlen - 1).view(len(rows), tile_rows)
-    limits = torch.stack(
-        [lo.amin(0)[index].amin(1), lo.amax(0)[index].amax(1), hi.amin(0)[index].amin(1), hi.amax(0)[index].amax(1)]
-    )
+    least, most = (lo.amin(0), hi.amin(0)), (lo.amax(0), hi.amax(0))
+    limits = torch.stack([x[index].amin(1) for x in least] + [x[index].amax(1) for x in most])
     tiles = []
-    for r, (first, full_first, full_last, last) in zip(rows, limits.T.tolist(), strict=True):
+    for r, (first, full_last, full_first, last) in zip(rows, limits.T.tolist(), strict=True):
         # A row that sees nothing (lo = T, hi = 0) leaves first and last alone and makes the full range empty.
         first, last = max(first, 0), min(last, keys)
         full_first, full_last = max(full_first, first), min(full_last, last)
@@ -61,12 +60,12 @@ def _tiles(bounds: Bounds, seqlen: int, keys: int) -> list[_Tile]:
 
 
 def _is_finite(*tensors: Tensor) -> bool:
-    """Whether everything is finite, in one transfer; a sum that overflows may say no, which costs time and nothing else."""
+    """Whether everything is finite, in one transfer; a sum that overflows may say no, which costs only time."""
     return bool(torch.stack([x.sum(dtype=state_dtype(x.dtype)).double() for x in tensors]).isfinite().all())
 
 
 def _matmul_seen(a: Tensor, b: Tensor, seen: Tensor) -> Tensor:
-    """`a @ b` where NaN and infinity in a row of `b` touch only the rows of `a` that see it: a weight of 0 times NaN is NaN."""
+    """`a @ b` where NaN and infinity in a row of `b` touch only the rows of `a` that see it; 0 * NaN touches all."""
     bad = ~b.isfinite()
     product = torch.bmm(a, b.masked_fill(bad, 0.0))
     for j in bad.any(-1).any(0).nonzero().flatten().tolist():
@@ -76,7 +75,7 @@ def _matmul_seen(a: Tensor, b: Tensor, seen: Tensor) -> Tensor:
 
 
 class _Heads:
-    """Between `[B, S, H, D]` and `[B * Hkv, G * S, D]`: the `G = H / Hkv` query heads of a key head lie one below the other.
+    """Between `[B, S, H, D]` and `[B * Hkv, G * S, D]`: the `G = H / Hkv` query heads of a key head in one.
 
     One matmul then serves the whole group, forward and backward, and K and V are never repeated.
     """
@@ -182,9 +181,11 @@ class Reference:
                     acc += _matmul_seen(p, values[:, at], as_heads.spread(hidden)) * block.keep_scale
                 else:
                     acc.baddbmm_(p, values[:, at], alpha=block.keep_scale)
-            part.acc.copy_(as_heads.unfold(acc, heads))
-            part.m.copy_(as_heads.unfold_rows(m))
-            part.l.copy_(as_heads.unfold_rows(l))
+            # Without keys nothing changed, and these may be views of what would be written.
+            if start or tile.parts:
+                part.acc.copy_(as_heads.unfold(acc, heads))
+                part.m.copy_(as_heads.unfold_rows(m))
+                part.l.copy_(as_heads.unfold_rows(l))
             if finish:
                 if sinks is not None:
                     sink = sinks.to(acc.dtype)[None, :, None].expand(batch, heads, part.m.shape[2])

@@ -1,0 +1,599 @@
+"""Models on a ring against the same model in one process.
+
+The reference is transformers' "sdpa": its "eager" takes the softmax in fp32, whatever the dtype.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+
+import ringattn
+from tests.processes import WorkerError, run
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+from ringattn import hf  # noqa: E402
+from ringattn.hf.attention import attention  # noqa: E402
+from ringattn.layout import positions  # noqa: E402
+
+VOCAB, HIDDEN = 64, 32
+TIGHT, LOSS = 1e-12, 5e-6  # fp64 throughout; transformers' loss function works in fp32
+WINDOW = 5
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3": {"tie_word_embeddings": True},
+    "smollm3": {"use_sliding_window": True, "sliding_window": WINDOW, "no_rope_layers": [1, 0], "pad_token_id": None},
+}
+WINDOWED = ("mistral", "qwen2", "smollm3")
+LAYOUTS = ("zigzag", "contiguous")
+
+
+def make(family: str, implementation: str = "ringattn", dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """A causal LM of two layers whose attention is far from uniform; the same weights on every call."""
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = getattr(transformers, hf.FAMILIES[family].causal_lm).config_class(
+        **{**sizes, **CHANGES[family], **changes}
+    )
+    model = getattr(transformers, hf.FAMILIES[family].causal_lm)._from_config(
+        config, attn_implementation=implementation
+    )
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.to(dtype).named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
+        else:
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------- batches
+
+
+def tokens(batch: int, seqlen: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (batch, seqlen), generator=torch.Generator().manual_seed(seed))
+
+
+def restarts(*rows: tuple[int, ...]) -> Tensor:
+    """Position ids that count from 0 in each document; a tuple of lengths for each batch row."""
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+
+
+@dataclasses.dataclass
+class Case:
+    """What the ring gets, what one process gets where that differs, and rows whose logits count."""
+
+    ring: dict[str, Any]
+    dense: dict[str, Any] = dataclasses.field(default_factory=dict)
+    valid: Tensor | None = None
+
+
+def plain(seqlen: int) -> Case:
+    ids = tokens(2, seqlen)
+    return Case({"input_ids": ids, "labels": ids})
+
+
+def packed() -> Case:
+    ids = tokens(2, 32)
+    labels = ids.clone()
+    labels[0, 3:19] = -100
+    return Case({"input_ids": ids, "labels": labels, "position_ids": restarts((1, 2, 9, 1, 1, 18))})
+
+
+def packed_by_row() -> Case:
+    ids = tokens(2, 17)
+    return Case({"input_ids": ids, "labels": ids, "position_ids": restarts((3, 14), (9, 1, 1, 6))})
+
+
+def packed_with_ones() -> Case:
+    case = packed()
+    case.ring["attention_mask"] = torch.ones(2, 32, dtype=torch.long)
+    case.dense["attention_mask"] = None
+    return case
+
+
+def cu_seq_lens() -> Case:
+    """Positions run on, and only `cu_seq_lens_q` says where documents are; transformers gets the mask itself."""
+    ids, cu = tokens(1, 17), torch.tensor([0, 4, 5, 17], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 12, "max_length_k": 12}
+    visible = torch.block_diag(*[torch.ones(n, n) for n in (4, 1, 12)]).tril().bool()[None, None]
+    return Case({"input_ids": ids, "labels": ids, **lengths}, {**dict.fromkeys(lengths), "attention_mask": visible})
+
+
+def padded(*rows: tuple[int, int], seqlen: int = 17) -> Case:
+    """Zeros on the left and on the right of each batch row, labels only between."""
+    at = torch.arange(seqlen)
+    valid = torch.stack([(at >= left) & (at < seqlen - right) for left, right in rows])
+    ids = tokens(len(rows), seqlen)
+    labels = ids.masked_fill(~valid, -100)
+    labels[:, 1:].masked_fill_(~valid[:, :-1], -100)  # the row before the first token predicts nothing
+    return Case({"input_ids": ids, "labels": labels, "attention_mask": valid.long()}, valid=valid)
+
+
+def right_padded_labels_everywhere() -> Case:
+    case = padded((0, 0), (0, 6))
+    case.ring["labels"] = case.ring["input_ids"]
+    case.valid = None  # rows of padding see what they see in transformers: the tokens, but no padding
+    return case
+
+
+def labels_in_one_shard() -> Case:
+    ids = tokens(1, 32)
+    labels = torch.full_like(ids, -100)
+    labels[:, 1:4] = ids[:, 1:4]
+    return Case({"input_ids": ids, "labels": labels})
+
+
+def shifted_labels() -> Case:
+    ids = tokens(2, 17)
+    return Case({"input_ids": ids, "labels": ids, "shift_labels": tokens(2, 17, seed=5)})
+
+
+def embeddings() -> Case:
+    ids = tokens(2, 17)
+    embeds = torch.randn(2, 17, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    return Case({"inputs_embeds": embeds, "labels": ids})
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    **{f"plain {n}": functools.partial(plain, n) for n in (1, 2, 17, 32)},
+    "packed": packed,
+    "packed by row": packed_by_row,
+    "packed, a mask of ones": packed_with_ones,
+    "cu_seq_lens": cu_seq_lens,
+    "right padding": functools.partial(padded, (0, 5), (0, 0), (0, 16)),
+    "right padding, the same": functools.partial(padded, (0, 5), (0, 5)),
+    "right padding, labels everywhere": right_padded_labels_everywhere,
+    "left padding": functools.partial(padded, (5, 0), (0, 0)),
+    "both paddings": functools.partial(padded, (2, 9), (12, 1)),
+    "labels in one shard": labels_in_one_shard,
+    "shift_labels": shifted_labels,
+    "inputs_embeds": embeddings,
+}
+SHORT = ("plain 2", "plain 17", "packed", "packed by row", "left padding")
+
+
+# ---------------------------------------------------------------------------------------------------- comparing
+
+
+def targets(batch: dict[str, Any]) -> Tensor:
+    """Shifted labels, written down anew."""
+    if "shift_labels" in batch:
+        return batch["shift_labels"]
+    labels = batch["labels"]
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+
+
+def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the losses of rows with a label, in the dtype of the logits."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference, relative to the largest value; not a number where one is not."""
+    assert found.shape == wanted.shape, (found.shape, wanted.shape)
+    scale = wanted.abs().max().clamp(min=1e-300)
+    return float((found - wanted).abs().max() / scale) if wanted.numel() else 0.0
+
+
+def gradients(model: nn.Module, world_size: int = 1) -> Tensor:
+    """All gradients, averaged over ranks as FSDP does, as one vector; the model has none afterwards."""
+    flat = torch.cat([p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in model.parameters()])
+    model.zero_grad()
+    if world_size > 1:
+        dist.all_reduce(flat)
+    return flat / world_size
+
+
+def compare(model: Any, dense: Any, case: Case, rank: int, world_size: int, layout: str) -> dict[str, float]:
+    """Relative errors of logits, of gradients of a loss in fp64, and of the model's own loss and its gradients."""
+    group = dist.group.WORLD if world_size > 1 else None
+    source = case.ring.get("input_ids", case.ring.get("inputs_embeds"))
+    seqlen = source.shape[1]
+    index = positions(layout, seqlen, world_size, rank)
+    labels = targets(case.ring)
+    count = int((labels != -100).sum())
+
+    expected = dense(**{**case.ring, **case.dense}, use_cache=False)
+    expected.loss.backward()
+    wanted_own = gradients(dense)
+    logits = dense(**{**case.ring, **case.dense}, use_cache=False).logits
+    (loss_sum(logits, labels) / max(count, 1)).backward()
+    wanted = gradients(dense)
+
+    out = model(**case.ring)
+    assert out.logits.shape == (source.shape[0], len(index), VOCAB)
+    out.loss.backward()
+    found_own = gradients(model, world_size)
+    mean = out.loss.detach().clone()
+    if world_size > 1:
+        dist.all_reduce(mean)
+    local = model(**case.ring).logits
+    (world_size * loss_sum(local, labels[:, index]) / max(count, 1)).backward()
+    found = gradients(model, world_size)
+    with torch.no_grad():
+        whole = hf.gather(local, group, layout, seqlen)
+    valid = torch.ones(logits.shape[:2], dtype=torch.bool) if case.valid is None else case.valid
+    errors = {"logits": error(whole[valid], logits.detach()[valid]), "gradients": error(found, wanted)}
+    if count:  # transformers takes a mean of nothing otherwise
+        errors["loss / 1e6"] = error(mean / world_size, expected.loss.detach()) * TIGHT / LOSS
+        errors["own gradients / 1e6"] = error(found_own, wanted_own) * TIGHT / LOSS
+    else:
+        assert float(mean) == 0
+        assert not found_own.any()
+    return errors
+
+
+def ring_model(family: str, world_size: int, layout: str, **changes: Any) -> Any:
+    group = dist.group.WORLD if world_size > 1 else None
+    return hf.attach(make(family, **changes), group, layout)
+
+
+def parity(rank: int, world_size: int, family: str, layout: str, names: tuple[str, ...]) -> dict[str, float]:
+    model, dense = ring_model(family, world_size, layout), make(family, "sdpa")
+    return {
+        f"{name}: {what}": value
+        for name in names
+        for what, value in compare(model, dense, CASES[name](), rank, world_size, layout).items()
+    }
+
+
+def call(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    return run(world_size, function, *args) if world_size > 1 else [function(0, 1, *args)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", list(hf.FAMILIES))
+def test_a_ring_is_one_process(family: str, layout: str, world_size: int) -> None:
+    names = tuple(CASES) if family in ("llama", "mistral") else SHORT
+    for rank, errors in enumerate(call(world_size, parity, family, layout, names)):
+        wrong = {name: value for name, value in errors.items() if not value <= TIGHT}
+        assert not wrong, f"rank {rank}"
+
+
+# ---------------------------------------------------------------------------------------------------- what is told
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_a_dropped_window_is_noticed(family: str) -> None:
+    model, dense = ring_model(family, 1, "zigzag"), make(family, "sdpa")
+
+    def drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        ring = kwargs["ring"]
+        return args, {**kwargs, "ring": dataclasses.replace(ring, masks=dict.fromkeys(ring.masks, ring.masks[None]))}
+
+    assert compare(model, dense, plain(17), 0, 1, "zigzag")["logits"] <= TIGHT
+    model.model.register_forward_pre_hook(drop, with_kwargs=True)
+    assert compare(model, dense, plain(17), 0, 1, "zigzag")["logits"] > 1e-3
+
+
+def whole_logits(rank: int, world_size: int, family: str, ids: Tensor, position_ids: Tensor) -> Tensor:
+    model = ring_model(family, world_size, "zigzag")
+    with torch.no_grad():
+        out = model(ids, position_ids=position_ids).logits
+        return hf.gather(out, dist.group.WORLD, "zigzag", ids.shape[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_documents_do_not_see_each_other(family: str) -> None:
+    ids, position_ids = tokens(1, 24), restarts((5, 12, 7))
+    changed = ids.clone()
+    changed[0, 6] = (ids[0, 6] + 1) % VOCAB  # the second token of the second document
+    before, after = (run(2, whole_logits, family, x, position_ids)[0][0] for x in (ids, changed))
+    moved = (before != after).any(-1)
+    assert moved.nonzero().flatten().tolist()[:2] == [6, 7]
+    assert not moved[:6].any()
+    assert not moved[17:].any()
+
+
+def test_one_mask_for_each_window_and_one_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = ringattn.ring_attention
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(ringattn, "ring_attention", spy)
+    model = hf.attach(make("qwen2", num_hidden_layers=4, max_window_layers=2), None)
+    model(tokens(1, 9), position_ids=restarts((4, 5)))
+    assert [kwargs["validate"] for kwargs in seen] == [True, False, False, False]
+    assert [kwargs["mask"] is seen[0]["mask"] for kwargs in seen] == [True, True, False, False]
+    assert seen[2]["mask"] is seen[3]["mask"]
+    assert seen[0]["mask"] == ringattn.Documents((0, 4, 9))
+    assert seen[2]["mask"] == ringattn.Documents((0, 4, 9)) & ringattn.Window(WINDOW - 1)
+
+
+# ---------------------------------------------------------------------------------------------------- ranks
+
+
+def without_rows(rank: int, world_size: int, is_bare: bool) -> dict[str, Any]:
+    """One token for three ranks, through the causal LM or through its decoder."""
+    model = ring_model("llama", world_size, "zigzag")
+    ids = tokens(2, 1)
+    model = model.model if is_bare else model
+    out = model(ids, output_hidden_states=True)
+    values = out.last_hidden_state if is_bare else out.logits
+    values.sum().backward()
+    as_tuple = model(ids, return_dict=False)[0]
+    return {
+        "shapes": [tuple(t.shape) for t in (values, as_tuple, *out.hidden_states)],
+        "rows": len(positions("zigzag", 1, world_size, rank)),
+        "grads": [p.grad is not None for p in model.parameters()],
+        "sums": [float(p.grad.abs().sum()) for p in model.parameters()],
+    }
+
+
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_a_rank_without_rows_takes_part_in_backward(is_bare: bool) -> None:
+    results = run(3, without_rows, is_bare)
+    assert sorted(r["rows"] for r in results) == [0, 0, 1]
+    for r in results:
+        assert r["shapes"] == [(2, r["rows"], HIDDEN if is_bare else VOCAB)] * 2 + [(2, r["rows"], HIDDEN)] * 3
+        assert all(r["grads"])
+        assert any(r["sums"]) == (r["rows"] == 1)
+
+
+def checkpointed(rank: int, world_size: int, family: str) -> float:
+    """The largest difference that recomputing makes in gradients."""
+    model = ring_model(family, world_size, "zigzag")
+    batch = packed_by_row().ring
+    model(**batch).loss.backward()
+    wanted = gradients(model)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    calls = []
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+    model(**batch).loss.backward()
+    assert len(calls) == 2
+    return float((gradients(model) - wanted).abs().max())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_checkpointing_changes_nothing(family: str, world_size: int) -> None:
+    assert call(world_size, checkpointed, family) == [0.0] * world_size
+
+
+def on_a_mesh(rank: int, world_size: int) -> float:
+    """A mesh as the group, and the bare decoder called with tokens and with embeddings."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    decoder = hf.attach(make("llama").model, mesh, "striped")
+    ids = tokens(2, 17)
+    with torch.no_grad():
+        wanted = make("llama", "sdpa").model(ids).last_hidden_state
+        found = decoder(ids).last_hidden_state
+        embedded = decoder(inputs_embeds=decoder.embed_tokens(ids)).last_hidden_state
+        return max(error(hf.gather(x, mesh, "striped", 17), wanted) for x in (found, embedded))
+
+
+def test_a_mesh_and_a_bare_decoder() -> None:
+    assert max(run(2, on_a_mesh)) <= TIGHT
+
+
+def scaled(rank: int, world_size: int, how: str) -> tuple[float, float]:
+    """This rank's loss on its own batch, and the loss of one process on all batches."""
+    labels = [tokens(1, 9, seed=i) for i in range(world_size)]
+    for i, row in enumerate(labels):
+        row[:, 1 + 2 * i :] = -100
+    ids = tokens(world_size, 9)
+    total = int((torch.cat(labels)[:, 1:] != -100).sum())
+    dense = make("llama", "sdpa")(ids, labels=torch.cat(labels)).loss
+    model = make("llama")
+    mine = {"input_ids": ids[rank : rank + 1], "labels": labels[rank]}
+    if how == "counted":
+        hf.attach(model, None, data_group=dist.group.WORLD)
+    elif how == "given":
+        hf.attach(model, None, data_group=dist.group.WORLD)
+        mine["num_items_in_batch"] = total
+    else:
+        hf.attach(model, None, loss_scale="caller")
+        mine["num_items_in_batch"] = torch.tensor(total / world_size)
+    return float(model(**mine).loss), float(dense)
+
+
+@pytest.mark.parametrize("how", ["counted", "given", "caller"])
+def test_the_mean_over_data_ranks_is_one_process(how: str) -> None:
+    results = run(3, scaled, how)
+    assert results[0][0] == 0  # no labelled token there
+    assert sum(mine for mine, _ in results) / 3 == pytest.approx(results[0][1], rel=LOSS)
+
+
+# ---------------------------------------------------------------------------------------------------- attach
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+def test_attach_twice() -> None:
+    model = make("llama")
+    assert hf.attach(model, None) is model
+    assert hooks(model) == 4
+    ids = list(model._forward_pre_hooks)
+    hf.attach(model, None)
+    assert list(model._forward_pre_hooks) == ids
+    hf.attach(model, None, "contiguous")
+    assert hooks(model) == 4
+    assert list(model._forward_pre_hooks) != ids
+    assert compare(model, make("llama", "sdpa"), plain(17), 0, 1, "contiguous")["logits"] <= TIGHT
+
+
+def test_layers_compile_once_for_all_packings() -> None:
+    model = hf.attach(make("mistral", num_hidden_layers=4), None)
+    ids = tokens(1, 16)
+    packings = [restarts(p) for p in ((16,), (5, 11), (1, 2, 3, 10), (4, 4, 4, 4))]
+    wanted = [model(ids, position_ids=p).logits for p in packings]
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    for layer in model.model.layers:
+        layer.compile(backend=counter, fullgraph=True)
+    for p, want in zip(packings, wanted, strict=True):
+        assert error(model(ids, position_ids=p).logits, want) <= TIGHT
+    assert counter.frame_count == 2  # the first layer, in which ranks compare their arguments, and the others
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        (NotImplementedError, {"model_type": "gpt2"}, ["model_type 'gpt2'", "llama, mistral"]),
+        (ValueError, {"_attn_implementation": "sdpa"}, ["'sdpa'", "set_attn_implementation('ringattn')"]),
+        (NotImplementedError, {"attention_dropout": 0.25}, ["attention_dropout is 0.25", "not supported yet"]),
+        (NotImplementedError, {"layer_types": ["chunked_attention"]}, ["layer_types has 'chunked_attention'"]),
+        (NotImplementedError, {"is_causal": False}, ["config.is_causal is False"]),
+    ],
+)
+def test_attach_refuses_models(kind: type[Exception], changes: dict[str, Any], words: list[str]) -> None:
+    model = make("llama")
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    with pytest.raises(kind, match=r"ringattn\.hf\.attach: .*" + ".*".join(map(re.escape, words))):
+        hf.attach(model, None)
+
+
+def test_attach_refuses_heads_and_settings() -> None:
+    config = make("llama").config
+    head = transformers.LlamaForSequenceClassification._from_config(config, attn_implementation="ringattn")
+    with pytest.raises(NotImplementedError, match="a LlamaForSequenceClassification; it must be a LlamaForCausalLM or"):
+        hf.attach(head, None)
+    with pytest.raises(ValueError, match=r"loss_scale is 'mean'; it must be 'fsdp' or 'caller'"):
+        hf.attach(make("llama"), None, loss_scale="mean")
+    with pytest.raises(ValueError, match=r"layout is 'spiral'"):
+        hf.attach(make("llama"), None, "spiral")
+
+
+def dynamic_rope(rank: int, world_size: int, nested: bool) -> None:
+    model = make("llama")
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model.config.rope_parameters = {"full_attention": rope, "sliding_attention": rope} if nested else rope
+    hf.attach(model, None)  # one process sees every position
+    hf.attach(model, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_attach_refuses_rope_that_depends_on_length(nested: bool) -> None:
+    with pytest.raises(WorkerError, match="rope type 'dynamic' depends on the largest position, and each of 2 ranks"):
+        run(2, dynamic_rope, nested)
+
+
+IDS = tokens(1, 6)
+ONES = torch.ones(1, 6, dtype=torch.long)
+HOLE = torch.tensor([[1, 1, 0, 1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        (NotImplementedError, {"past_key_values": "x"}, ["past_key_values is 'x'", "generation", "pass None"]),
+        (NotImplementedError, {"cache": object()}, ["cache is a object", "generation"]),
+        (NotImplementedError, {"use_cache": True}, ["use_cache is True; it must be False"]),
+        (NotImplementedError, {"output_attentions": True}, ["output_attentions is True; it must be False"]),
+        (NotImplementedError, {"is_causal": False}, ["is_causal is False; it must be True"]),
+        (NotImplementedError, {"logits_to_keep": 1}, ["logits_to_keep is 1; it must be 0"]),
+        (NotImplementedError, {"logits_to_keep": ONES}, ["logits_to_keep is a tensor of shape (1, 6)"]),
+        (NotImplementedError, {"token_type_ids": ONES}, ["token_type_ids is a tensor of shape (1, 6)", "leave it out"]),
+        (NotImplementedError, {"attention_mask": ONES.double()}, ["attention_mask is", "torch.float64; only integer"]),
+        (NotImplementedError, {"attention_mask": ONES[:, None, None]}, ["attention_mask is", "(1, 1, 1, 6)"]),
+        (NotImplementedError, {"attention_mask": ONES + 1}, ["attention_mask has the value 2; only 0 and 1"]),
+        (NotImplementedError, {"attention_mask": HOLE}, ["attention_mask has zeros between ones in batch row 0"]),
+        (ValueError, {"input_ids": None}, ["got no input_ids; give input_ids or inputs_embeds"]),
+        (ValueError, {"inputs_embeds": ONES}, ["got input_ids and inputs_embeds"]),
+        (ValueError, {"input_ids": IDS[:, :0]}, ["input_ids has shape (1, 0)", "N > 0"]),
+        (ValueError, {"labels": IDS[:, :3]}, ["labels has shape (1, 3)", "whole batch, (1, 6)"]),
+        (ValueError, {"position_ids": ONES[0]}, ["position_ids has shape (6,)"]),
+        (ValueError, {"cu_seq_lens_q": [0, 6]}, ["cu_seq_lens_q is [0, 6] and cu_seq_lens_k None at batch 1"]),
+        (ValueError, {"cu_seq_lens_q": [0, 5], "cu_seq_lens_k": [0, 5]}, ["is [0, 5]; it must rise from 0", "6"]),
+        (
+            ValueError,
+            {"cu_seq_lens_q": [0, 2, 6], "cu_seq_lens_k": [0, 2, 6], "max_length_k": 3},
+            ["max_length_k is 3; it must not be less than the longest document, 4"],
+        ),
+        (ValueError, {"max_length_q": 6}, ["max_length_q is 6 without cu_seq_lens_q"]),
+    ],
+)
+def test_the_model_refuses_arguments(kind: type[Exception], changes: dict[str, Any], words: list[str]) -> None:
+    model = hf.attach(make("llama"), None)
+    with pytest.raises(kind, match="LlamaForCausalLM with ringattn.hf: .*" + ".*".join(map(re.escape, words))):
+        model(**{"input_ids": IDS, **changes})
+
+
+def test_the_model_refuses_labels_where_there_is_no_loss() -> None:
+    model = hf.attach(make("llama"), None, loss_scale="caller")
+    with pytest.raises(ValueError, match="num_items_in_batch is None; with loss_scale='caller' it must be given"):
+        model(IDS, labels=IDS)
+    with pytest.raises(NotImplementedError, match=r"LlamaModel with ringattn.hf: labels is a tensor of shape \(1, 6\)"):
+        model.model(IDS, labels=IDS)
+
+
+def test_arguments_by_position_are_arguments_by_name() -> None:
+    model = hf.attach(make("llama"), None)
+    mask, position_ids = torch.tensor([[0, 1, 1, 1, 1, 1]]), restarts((2, 4))
+    by_position = model(IDS, mask, position_ids).logits
+    assert error(by_position, model(input_ids=IDS, attention_mask=mask, position_ids=position_ids).logits) == 0
+    assert error(by_position, model(IDS).logits) > 1e-3
+
+
+def told(rows: int = 4) -> hf.RingContext:
+    return hf.RingContext(
+        group=None,
+        layout="zigzag",
+        seqlen=4,
+        rows=rows,
+        masks={None: ringattn.Causal()},
+        backend="auto",
+        timeout=None,
+        is_outer=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        (RuntimeError, {"ring": None}, ["ring is missing; call ringattn.hf.attach(model, group) first", "group None"]),
+        (NotImplementedError, {"attention_mask": ONES}, ["attention_mask is a tensor of shape (1, 6)", "be None"]),
+        (NotImplementedError, {"dropout": 0.1}, ["dropout is 0.1; it must be 0.0"]),
+        (NotImplementedError, {"is_causal": False}, ["is_causal is False; it must be True or None"]),
+        (NotImplementedError, {"sliding_window": 3}, ["sliding_window is 3; it must be one of [None]"]),
+        (NotImplementedError, {"softcap": 30.0}, ["softcap is 30.0; it must be None"]),
+        (NotImplementedError, {"s_aux": ONES}, ["s_aux is a tensor of shape (1, 6)"]),
+        (NotImplementedError, {"position_bias": ONES}, ["position_bias is a tensor"]),
+        (NotImplementedError, {"anything": {}}, ["anything is a dict"]),
+        (ValueError, {"ring": told(rows=3)}, ["query has 4 rows and this rank 3 of 4; they must agree"]),
+    ],
+)
+def test_the_attention_refuses_arguments(kind: type[Exception], changes: dict[str, Any], words: list[str]) -> None:
+    module = make("llama").model.layers[1].self_attn
+    q, k = torch.randn(1, 4, 4, 8), torch.randn(1, 2, 4, 8)
+    given = {"attention_mask": None, "scaling": 0.5, "ring": told(), "output_attentions": False, "s_aux": None}
+    attention(module, q, k, k, position_ids=ONES, **given)
+    with pytest.raises(
+        kind, match=r"ringattn\.hf attention in LlamaAttention 1: .*" + ".*".join(map(re.escape, words))
+    ):
+        attention(module, q, k, k, **{**given, **changes})
+
+
+def test_a_model_that_was_not_attached_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"LlamaAttention 0: .*call ringattn\.hf\.attach\(model, group\)"):
+        make("llama")(IDS)

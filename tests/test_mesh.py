@@ -1,0 +1,71 @@
+"""The axes of the mesh, which ranks its groups hold, and meshes that the processes do not fill."""
+
+import pytest
+import torch.distributed as dist
+
+from ndwrap import NDConfig, global_loss, init_mesh
+from ndwrap.mesh import AXES, check_mesh
+from tests.processes import run
+
+
+def groups(rank, world_size, names):
+    mesh = init_mesh(NDConfig(dp_replicate_size=2, cp_size=2), "cpu")
+    return mesh.mesh_dim_names, {name: dist.get_process_group_ranks(mesh[name].get_group()) for name in names}
+
+
+def test_every_axis_exists_and_flattened_meshes_hold_the_right_ranks():
+    names = (*AXES, "dp", "dp_shard_cp", "dp_cp")
+    results = run(4, groups, names)
+    assert [axes for axes, _ in results] == [("dp_replicate", "dp_shard", "cp", "tp")] * 4
+    want = {  # of rank 2: dp_replicate 1, cp 0
+        "dp_replicate": [0, 2],
+        "dp_shard": [2],
+        "cp": [2, 3],
+        "tp": [2],
+        "dp": [0, 2],
+        "dp_shard_cp": [2, 3],
+        "dp_cp": [0, 1, 2, 3],
+    }
+    assert results[2][1] == want
+
+
+def mismatch(rank, world_size):
+    try:
+        init_mesh(NDConfig(dp_shard_size=2, cp_size=2), "cpu")
+    except ValueError as error:
+        return str(error)
+
+
+def test_sizes_that_do_not_fill_the_world_raise_on_every_rank():
+    message = "dp_shard_size * cp_size * tp_size = 1*2*2*1 = 4 but the world size is 2; launch 4 processes"
+    answers = run(2, mismatch)
+    assert answers == [answers[0]] * 2
+    assert message in answers[0]
+
+
+def test_the_sizes_are_checked_before_torch_distributed_is_started(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="= 2 but the world size is 3"):
+        init_mesh(NDConfig(cp_size=2), "cpu")
+    assert not dist.is_initialized()
+
+
+def test_without_torchrun_it_is_a_mesh_of_one_process():
+    mesh = init_mesh(NDConfig(dp_shard_size=-1), "cpu")
+    try:
+        assert mesh.shape == (1, 1, 1, 1)
+        assert mesh["dp_cp"].size() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_mesh_with_other_axes_is_refused():
+    class Mesh:
+        mesh_dim_names = ("fsdp", "tp")
+
+    with pytest.raises(
+        ValueError, match=r"parallelize: mesh has the axes \('fsdp', 'tp'\); .* Make the mesh with ndwrap.init_mesh"
+    ):
+        check_mesh("parallelize", Mesh())
+    with pytest.raises(ValueError, match="global_loss: mesh has the axes"):
+        global_loss(None, Mesh())
