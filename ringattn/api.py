@@ -39,7 +39,9 @@ def arguments(
         raise ValueError(f"ring_attention: mask is {mask!r}; it must be a mask such as ringattn.Causal().")
     named = isinstance(layout, str)
     if not named and not isinstance(layout, layouts.PerDocument):
-        raise ValueError(f"ring_attention: layout is {layout!r}; it must be a name or a value such as ringattn.per_document(...).")
+        raise ValueError(
+            f"ring_attention: layout is {layout!r}; it must be a name or a value such as ringattn.per_document(...)."
+        )
     return Arguments(
         codes=[mask.code] if named else [mask.code, layout.code],
         layout=layout if named else "",
@@ -60,7 +62,9 @@ def arguments(
 @overload
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **kwargs: Any) -> Tensor: ...
 @overload
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **kwargs: Any) -> tuple[Tensor, Tensor]: ...
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **kwargs: Any
+) -> tuple[Tensor, Tensor]: ...
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -130,7 +134,19 @@ def ring_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     args = arguments(
-        mask, layout, group, seqlen, softmax_scale, softcap, dropout_p, seed, head_offset, backend, deterministic, timeout, validate
+        mask,
+        layout,
+        group,
+        seqlen,
+        softmax_scale,
+        softcap,
+        dropout_p,
+        seed,
+        head_offset,
+        backend,
+        deterministic,
+        timeout,
+        validate,
     )
     out, lse = ops.attention([q], [k], [v], sinks, args)
     return (out[0], lse[0]) if return_lse else out[0]
@@ -197,7 +213,9 @@ class _Shard(torch.autograd.Function):
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout, group: dist.ProcessGroup | None, dim: int, seqlen: int) -> Tensor:
+    def forward(
+        ctx: Any, local: Tensor, layout: Layout, group: dist.ProcessGroup | None, dim: int, seqlen: int
+    ) -> Tensor:
         ctx.args = (layout, group, dim, seqlen)
         return _gather(local, *ctx.args)
 
@@ -224,7 +242,9 @@ def shard(x: Tensor, layout: Layout = "zigzag", group: Any = None, dim: int = 1)
     return _Shard.apply(x, layout, _process_group(group), _dim("shard", x, dim))
 
 
-def unshard(local: Tensor, layout: Layout = "zigzag", group: Any = None, dim: int = 1, seqlen: int | None = None) -> Tensor:
+def unshard(
+    local: Tensor, layout: Layout = "zigzag", group: Any = None, dim: int = 1, seqlen: int | None = None
+) -> Tensor:
     """The whole tensor on every rank of `group`, in global order, out of each rank's rows: the inverse of `shard`.
 
     Its gradient is a reduce-scatter (a sum over ranks).

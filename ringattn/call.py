@@ -57,7 +57,9 @@ class Call:
     options: Options
 
 
-def prepare(q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], sinks: Tensor | None, args: Arguments) -> list[Call]:
+def prepare(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], sinks: Tensor | None, args: Arguments
+) -> list[Call]:
     """One checked call for each rank that this process drives.
 
     Raises:
@@ -67,7 +69,9 @@ def prepare(q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], sinks
     """
     ring = transports(args.group, args.timeout)
     if not len(q) == len(k) == len(v) == len(ring):
-        raise ValueError(f"ring_attention: got {len(q)}, {len(k)}, {len(v)} shards of q, k, v for {len(ring)} ranks; one each is needed.")
+        raise ValueError(
+            f"ring_attention: got {len(q)}, {len(k)}, {len(v)} shards of q, k, v for {len(ring)} ranks; one each is needed."
+        )
     mask = masks.decode(args.codes[0])
     layout = layouts.decode(args.layout, args.codes[-1] if len(args.codes) > 1 else None)
     calls: list[Call | Exception] = []
@@ -87,14 +91,25 @@ def prepare(q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], sinks
     return [call for call in calls if isinstance(call, Call)]
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, layout: Layout, transport: Transport, args: Arguments) -> Call:
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    mask: Mask,
+    layout: Layout,
+    transport: Transport,
+    args: Arguments,
+) -> Call:
     """Check the arguments of one rank."""
     name, world_size, rank = "ring_attention", transport.world_size, transport.rank
     for label, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4:
             raise ValueError(f"{name}: {label} has shape {tuple(t.shape)}; it must be [B, S, H, D].")
         if t.dtype != q.dtype or t.device != q.device:
-            raise ValueError(f"{name}: {label} is {t.dtype} on {t.device} and q is {q.dtype} on {q.device}; they must agree.")
+            raise ValueError(
+                f"{name}: {label} is {t.dtype} on {t.device} and q is {q.dtype} on {q.device}; they must agree."
+            )
         if t.shape[-1] < 1 or t.shape[2] < 1:
             raise ValueError(f"{name}: {label} has shape {tuple(t.shape)}; heads and head dim must be at least 1.")
     if q.dtype not in DTYPES:
@@ -110,7 +125,9 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, 
     if h % k.shape[2]:
         raise ValueError(f"{name}: k has {k.shape[2]} heads and q has {h}; q's heads must be a multiple of k's.")
     if sinks is not None and (sinks.shape != (h,) or sinks.device != q.device or not sinks.is_floating_point()):
-        raise ValueError(f"{name}: sinks is {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}; it must be floating point [{h}] on {q.device}.")
+        raise ValueError(
+            f"{name}: sinks is {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}; it must be floating point [{h}] on {q.device}."
+        )
     if args.softmax_scale is not None and not math.isfinite(args.softmax_scale):
         raise ValueError(f"{name}: softmax_scale is {args.softmax_scale}; it must be finite.")
     if args.softcap is not None and not (args.softcap > 0 and math.isfinite(args.softcap)):
@@ -118,9 +135,13 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, 
     if not 0 <= args.dropout_p < 1:
         raise ValueError(f"{name}: dropout_p is {args.dropout_p}; it must be at least 0 and below 1.")
     if args.dropout_p and args.seed is None:
-        raise ValueError(f"{name}: dropout_p is {args.dropout_p} and seed None; a seed, the same on every rank, is required.")
+        raise ValueError(
+            f"{name}: dropout_p is {args.dropout_p} and seed None; a seed, the same on every rank, is required."
+        )
     if args.timeout is not None and not args.timeout > 0:
-        raise ValueError(f"{name}: timeout is {args.timeout}; it must be positive seconds, or None for the group's own.")
+        raise ValueError(
+            f"{name}: timeout is {args.timeout}; it must be positive seconds, or None for the group's own."
+        )
     if args.deterministic == "bitwise":
         raise NotImplementedError(
             f"{name}: deterministic='bitwise' is not supported yet; deterministic=False already gives the same bits on two runs of one setting."
@@ -128,7 +149,9 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, 
     if args.deterministic:
         raise ValueError(f"{name}: deterministic is {args.deterministic!r}; it must be False or 'bitwise'.")
     if mask.batch is not None and mask.batch != b:
-        raise ValueError(f"{name}: mask {type(mask).__name__} is for a batch of {mask.batch} and q has {b} rows; they must agree.")
+        raise ValueError(
+            f"{name}: mask {type(mask).__name__} is for a batch of {mask.batch} and q has {b} rows; they must agree."
+        )
     layouts.resolve(layout)
     seqlen = s * world_size if args.seqlen is None else args.seqlen
     plan = build_plan(mask, layout, seqlen, world_size, rank)
@@ -138,7 +161,17 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, 
             f"{name}: q has {s} rows on rank {rank}, and layout {shown!r} gives rank {rank} of {world_size} {len(plan.positions)} of seqlen {seqlen}; "
             "they must agree. Make shards with ringattn.shard, and pass seqlen where their lengths differ."
         )
-    request = Request(q.device, q.dtype, h, k.shape[2], d, v.shape[-1], args.softcap is not None, sinks is not None, args.dropout_p > 0)
+    request = Request(
+        q.device,
+        q.dtype,
+        h,
+        k.shape[2],
+        d,
+        v.shape[-1],
+        args.softcap is not None,
+        sinks is not None,
+        args.dropout_p > 0,
+    )
     scale = d**-0.5 if args.softmax_scale is None else args.softmax_scale
     options = Options(scale, args.softcap, args.dropout_p, args.seed or 0, args.head_offset)
     return Call(plan, transport, choose(args.backend, request), options)
@@ -198,5 +231,7 @@ def _agree(cards: list[dict[str, str]]) -> None:
         for rank, card in enumerate(cards):
             holders.setdefault(card[field], []).append(rank)
         if len(holders) > 1:
-            said = "; ".join(f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in holders.items())
+            said = "; ".join(
+                f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in holders.items()
+            )
             raise ValueError(f"ring_attention: ranks disagree on {field}: {said}; every rank must pass the same.")

@@ -16,7 +16,19 @@ from torch import Tensor
 
 from ringattn.masks import Documents
 
-__all__ = ["Layout", "PerDocument", "contiguous", "decode", "fingerprint", "layouts", "per_document", "positions", "resolve", "striped", "zigzag"]
+__all__ = [
+    "Layout",
+    "PerDocument",
+    "contiguous",
+    "decode",
+    "fingerprint",
+    "layouts",
+    "per_document",
+    "positions",
+    "resolve",
+    "striped",
+    "zigzag",
+]
 
 Ranges = tuple[range, ...]
 LayoutFunction = Callable[[int, int, int], Ranges]
@@ -85,7 +97,9 @@ class PerDocument:
 
     def __call__(self, seqlen: int, world_size: int, rank: int) -> Ranges:
         if seqlen != self.cu_seqlens[-1]:
-            raise ValueError(f"per_document: its documents have {self.cu_seqlens[-1]} tokens and the sequence {seqlen}; they must agree.")
+            raise ValueError(
+                f"per_document: its documents have {self.cu_seqlens[-1]} tokens and the sequence {seqlen}; they must agree."
+            )
         pieces = 2 * world_size
         return _joined(
             _chunk(start, stop - start, pieces, i)
@@ -127,10 +141,14 @@ def resolve(layout: Layout) -> LayoutFunction:
     """
     if isinstance(layout, str):
         if layout not in _LAYOUTS:
-            raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, _LAYOUTS))}, or a value such as per_document(...).")
+            raise ValueError(
+                f"layout is {layout!r}; it must be one of {', '.join(map(repr, _LAYOUTS))}, or a value such as per_document(...)."
+            )
         return _LAYOUTS[layout]
     if not isinstance(layout, PerDocument):
-        raise ValueError(f"layout is {layout!r}; it must be a name ({', '.join(map(repr, _LAYOUTS))}) or a value such as per_document(...).")
+        raise ValueError(
+            f"layout is {layout!r}; it must be a name ({', '.join(map(repr, _LAYOUTS))}) or a value such as per_document(...)."
+        )
     return layout
 
 
@@ -148,7 +166,9 @@ def _per_document(code: bytes) -> PerDocument:
 
 def fingerprint(layout: Layout) -> str:
     """What ranks compare: the name, or sixteen hex digits that stand for the value."""
-    return layout if isinstance(layout, str) else hashlib.blake2b(layout.code.numpy().tobytes(), digest_size=8).hexdigest()
+    return (
+        layout if isinstance(layout, str) else hashlib.blake2b(layout.code.numpy().tobytes(), digest_size=8).hexdigest()
+    )
 
 
 @functools.lru_cache(1024)

@@ -7,6 +7,7 @@ fingerprint that ranks compare and the form in which it enters a graph of `torch
 import dataclasses
 import functools
 import hashlib
+import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -110,7 +111,7 @@ class _Reader:
     def __init__(self, code: np.ndarray) -> None:
         self.code, self.at = code, 0
 
-    def int(self) -> int:
+    def number(self) -> int:
         self.at += 1
         return int(self.code[self.at - 1])
 
@@ -119,7 +120,7 @@ class _Reader:
         return self.code[self.at - n : self.at]
 
     def mask(self) -> Mask:
-        return _KINDS[self.int()]._parse(self)
+        return _KINDS[self.number()]._parse(self)
 
 
 @functools.lru_cache(256)
@@ -137,6 +138,7 @@ def decode(code: Tensor) -> Mask:
     return _decode(code.numpy().tobytes())
 
 
+@typing.dataclass_transform(eq_default=False, frozen_default=True)
 def _kind(cls: type) -> type:
     """A frozen dataclass that keeps `Mask`'s equality and hash."""
     return dataclasses.dataclass(frozen=True, eq=False)(cls)
@@ -207,7 +209,9 @@ class Window(Mask):
     KIND = 3
 
     def __post_init__(self) -> None:
-        sides = [-1 if n is None else _count("Window", name, n) for name, n in (("left", self.left), ("right", self.right))]
+        sides = [
+            -1 if n is None else _count("Window", name, n) for name, n in (("left", self.left), ("right", self.right))
+        ]
         self._seal(sides)
 
     def intervals(self, q_pos: Tensor) -> Intervals:
@@ -217,7 +221,7 @@ class Window(Mask):
 
     @classmethod
     def _parse(cls, ints: _Reader) -> Mask:
-        left, right = ints.int(), ints.int()
+        left, right = ints.number(), ints.number()
         return cls(None if left < 0 else left, None if right < 0 else right)
 
 
@@ -240,10 +244,14 @@ class Documents(Mask):
         cu = _ints(self.cu_seqlens)
         object.__setattr__(self, "cu_seqlens", cu)
         if len(cu) < 2 or cu[0] != 0:
-            raise ValueError(f"Documents: cu_seqlens is {_short(cu)}; it must start at 0 and end at the number of tokens.")
+            raise ValueError(
+                f"Documents: cu_seqlens is {_short(cu)}; it must start at 0 and end at the number of tokens."
+            )
         falls = [i for i in range(1, len(cu)) if cu[i] < cu[i - 1]]
         if falls:
-            raise ValueError(f"Documents: cu_seqlens falls from {cu[falls[0] - 1]} to {cu[falls[0]]}; it must not decrease.")
+            raise ValueError(
+                f"Documents: cu_seqlens falls from {cu[falls[0] - 1]} to {cu[falls[0]]}; it must not decrease."
+            )
         object.__setattr__(self, "seqlen", cu[-1])
         self._seal([int(bool(self.causal)), len(cu), *cu])
 
@@ -254,7 +262,7 @@ class Documents(Mask):
 
     @classmethod
     def _parse(cls, ints: _Reader) -> Mask:
-        causal, n = ints.int(), ints.int()
+        causal, n = ints.number(), ints.number()
         return cls(tuple(ints.vector(n).tolist()), bool(causal))
 
 
@@ -279,7 +287,7 @@ class Chunked(Mask):
 
     @classmethod
     def _parse(cls, ints: _Reader) -> Mask:
-        return cls(ints.int(), ints.int())
+        return cls(ints.number(), ints.number())
 
 
 @_kind
@@ -297,7 +305,7 @@ class PrefixLM(Mask):
 
     @classmethod
     def _parse(cls, ints: _Reader) -> Mask:
-        return cls(ints.int())
+        return cls(ints.number())
 
 
 @_kind
@@ -317,7 +325,9 @@ class Spans(Mask):
         end = 0
         for start, stop in spans:
             if start < end or stop <= start:
-                raise ValueError(f"Spans: ({start}, {stop}) is empty or begins before {end}; spans must be ordered and disjoint.")
+                raise ValueError(
+                    f"Spans: ({start}, {stop}) is empty or begins before {end}; spans must be ordered and disjoint."
+                )
             end = stop
         self._seal([len(spans), *(x for pair in spans for x in pair)])
 
@@ -331,7 +341,7 @@ class Spans(Mask):
 
     @classmethod
     def _parse(cls, ints: _Reader) -> Mask:
-        n = ints.int()
+        n = ints.number()
         return cls(tuple((int(a), int(b)) for a, b in ints.vector(2 * n).reshape(n, 2)))
 
 
@@ -352,7 +362,9 @@ class Bounds(Mask):
 
     def __post_init__(self) -> None:
         for name in ("lo", "hi"):
-            object.__setattr__(self, name, torch.as_tensor(getattr(self, name)).detach().to("cpu", torch.int64).contiguous())
+            object.__setattr__(
+                self, name, torch.as_tensor(getattr(self, name)).detach().to("cpu", torch.int64).contiguous()
+            )
         if self.lo.shape != self.hi.shape or self.lo.dim() not in (1, 2):
             raise ValueError(
                 f"Bounds: lo has shape {tuple(self.lo.shape)} and hi {tuple(self.hi.shape)}; both must be [N], or both [B, N]."
@@ -369,7 +381,7 @@ class Bounds(Mask):
 
     @classmethod
     def _parse(cls, ints: _Reader) -> Mask:
-        batch, n = ints.int(), ints.int()
+        batch, n = ints.number(), ints.number()
         shape = (n,) if batch < 0 else (batch, n)
         lo, hi = (torch.from_numpy(ints.vector(int(np.prod(shape))).copy()).view(shape) for _ in range(2))
         return cls(lo, hi)
@@ -396,7 +408,9 @@ class Rows(Mask):
 
     def __init__(self, *masks: Mask) -> None:
         if not masks or any(m.batch is not None for m in masks):
-            raise ValueError(f"Rows: got {masks}; it needs one mask for each batch row, none of them for a whole batch.")
+            raise ValueError(
+                f"Rows: got {masks}; it needs one mask for each batch row, none of them for a whole batch."
+            )
         object.__setattr__(self, "masks", masks)
         object.__setattr__(self, "seqlen", _shared("Rows", "lengths", [m.seqlen for m in masks]))
         object.__setattr__(self, "batch", len(masks))
@@ -407,11 +421,13 @@ class Rows(Mask):
         empty = (torch.zeros_like(q_pos), torch.zeros_like(q_pos))
         count = max(map(len, rows))
         padded = [[*row, *[empty] * (count - len(row))] for row in rows]
-        return tuple((torch.stack([r[i][0] for r in padded]), torch.stack([r[i][1] for r in padded])) for i in range(count))
+        return tuple(
+            (torch.stack([r[i][0] for r in padded]), torch.stack([r[i][1] for r in padded])) for i in range(count)
+        )
 
     @classmethod
     def _parse(cls, ints: _Reader) -> Mask:
-        return cls(*[ints.mask() for _ in range(ints.int())])
+        return cls(*[ints.mask() for _ in range(ints.number())])
 
 
 class _Pair(Mask):
@@ -432,7 +448,7 @@ class _Pair(Mask):
 
     @classmethod
     def _parse(cls, ints: _Reader) -> Mask:
-        make: Callable[[Mask, Mask], Mask] = cls  # type: ignore[assignment]
+        make: Callable[[Mask, Mask], Mask] = cls
         return make(ints.mask(), ints.mask())
 
 

@@ -80,7 +80,15 @@ def _attention_fake(q: Tensors, k: Tensors, v: Tensors, sinks: Tensor | None, *a
 
 @torch.library.impl("ringattn::attention_backward", "CompositeExplicitAutograd")
 def _backward(
-    dout: Tensors, dlse: Tensors, q: Tensors, k: Tensors, v: Tensors, sinks: Tensor | None, out: Tensors, lse: Tensors, *args: Any
+    dout: Tensors,
+    dlse: Tensors,
+    q: Tensors,
+    k: Tensors,
+    v: Tensors,
+    sinks: Tensor | None,
+    out: Tensors,
+    lse: Tensors,
+    *args: Any,
 ) -> tuple[Tensors, Tensors, Tensors, Tensors]:
     # what forward compared has not changed since
     calls = prepare(q, k, v, sinks, Arguments(*args[:-1], validate=False))
@@ -95,7 +103,15 @@ def _backward(
 
 @torch.library.register_fake("ringattn::attention_backward")
 def _backward_fake(
-    dout: Tensors, dlse: Tensors, q: Tensors, k: Tensors, v: Tensors, sinks: Tensor | None, out: Tensors, lse: Tensors, *args: Any
+    dout: Tensors,
+    dlse: Tensors,
+    q: Tensors,
+    k: Tensors,
+    v: Tensors,
+    sinks: Tensor | None,
+    out: Tensors,
+    lse: Tensors,
+    *args: Any,
 ) -> tuple[Tensors, Tensors, Tensors, Tensors]:
     dq, dk, dv = ([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in ts] for ts in (q, k, v))
     return dq, dk, dv, [] if sinks is None else [torch.empty_like(sinks)]
@@ -115,7 +131,9 @@ def _autograd(ctx: Any, dout: Tensors, dlse: Tensors) -> tuple[Any, ...]:
     sinks = saved[-1] if ctx.has_sinks else None
     dout = [torch.zeros_like(o) if d is None else d for d, o in zip(dout or [None] * w, out, strict=True)]
     dlse = [torch.zeros_like(s) if d is None else d for d, s in zip(dlse or [None] * w, lse, strict=True)]
-    dq, dk, dv, dsinks = torch.ops.ringattn.attention_backward(dout, dlse, q, k, v, sinks, out, lse, codes, *ctx.numbers)
+    dq, dk, dv, dsinks = torch.ops.ringattn.attention_backward(
+        dout, dlse, q, k, v, sinks, out, lse, codes, *ctx.numbers
+    )
     return dq, dk, dv, dsinks[0] if ctx.has_sinks else None, [None] * ctx.n_codes, *[None] * len(ctx.numbers)
 
 

@@ -107,7 +107,9 @@ class Plan:
         """(query, key) pairs that this rank computes and a row sees, per batch row (of the whole batch, if the mask is for one)."""
         return sum(block.area for hop in self.hops for block in hop.blocks)
 
-    def flops(self, *, batch: int, heads: int, head_dim: int, v_head_dim: int | None = None, backward: bool = False) -> int:
+    def flops(
+        self, *, batch: int, heads: int, head_dim: int, v_head_dim: int | None = None, backward: bool = False
+    ) -> int:
         """Floating-point operations of this rank's matrix products over visible pairs only; a multiply-add is two.
 
         Forward: Q K^T and P V. Backward: those of dQ, dK, dP, dV and Q K^T once more.
@@ -202,14 +204,20 @@ def _needed(mask: Mask, layout: Layout, seqlen: int, world_size: int, rank: int,
 @functools.lru_cache(64)
 def _offsets(mask: Mask, layout: Layout, seqlen: int, world_size: int) -> tuple[int, ...]:
     """The offsets at which some rank reads something, ascending, without 0."""
-    table = [(r.start, r.stop, r.step, rank) for rank in range(world_size) for r in layouts.ranges(layout, seqlen, world_size, rank)]
+    table = [
+        (r.start, r.stop, r.step, rank)
+        for rank in range(world_size)
+        for r in layouts.ranges(layout, seqlen, world_size, rank)
+    ]
     if not table:
         return ()
     start, stop, step, owner = np.array(table, dtype=np.int64).T
     found: set[int] = set()
     for rank in range(world_size):
         for a, b in _visible(mask, layout, seqlen, world_size, rank):
-            first = start + np.maximum(0, -(-(a - start) // step)) * step  # the first position of each range that is not before a
+            first = (
+                start + np.maximum(0, -(-(a - start) // step)) * step
+            )  # the first position of each range that is not before a
             found.update(np.unique((rank - owner[first < np.minimum(stop, b)]) % world_size).tolist())
         if len(found) == world_size:
             break
@@ -250,9 +258,13 @@ def build_plan(mask: Mask, layout: Layout, seqlen: int, world_size: int, rank: i
         [0, 1]
     """
     if seqlen < 0 or world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"build_plan: seqlen {seqlen}, world_size {world_size}, rank {rank}; needs seqlen >= 0 and 0 <= rank < world_size.")
+        raise ValueError(
+            f"build_plan: seqlen {seqlen}, world_size {world_size}, rank {rank}; needs seqlen >= 0 and 0 <= rank < world_size."
+        )
     if mask.seqlen is not None and mask.seqlen != seqlen:
-        raise ValueError(f"build_plan: mask {type(mask).__name__} is for {mask.seqlen} tokens and the sequence has {seqlen}; they must agree.")
+        raise ValueError(
+            f"build_plan: mask {type(mask).__name__} is for {mask.seqlen} tokens and the sequence has {seqlen}; they must agree."
+        )
     mine = layouts.positions(layout, seqlen, world_size, rank)
     hops = [Hop(0, (), (), tuple(_blocks(mask, seqlen, mine.numpy(), mine.numpy())))]
     for offset in _offsets(mask, layout, seqlen, world_size):

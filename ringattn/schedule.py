@@ -31,7 +31,9 @@ def drive(passes: Sequence[Pass]) -> list[Any]:
     while waiting:
         able = [i for i, handle in waiting.items() if handle is None or handle.ready()]
         if not able:
-            raise RuntimeError(f"ring_attention: ranks {sorted(waiting)} wait for each other; sends and receives do not pair up.")
+            raise RuntimeError(
+                f"ring_attention: ranks {sorted(waiting)} wait for each other; sends and receives do not pair up."
+            )
         for i in able:
             handle = waiting[i]
             if handle is not None:
@@ -122,13 +124,20 @@ class _Courier:
 
 
 def forward(
-    plan: Plan, transport: Transport, backend: Backend, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Options
+    plan: Plan,
+    transport: Transport,
+    backend: Backend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    options: Options,
 ) -> Pass:
     """The forward pass of one rank: q `[B, S, H, D]`, k, v and sinks as in `ring_attention`; returns `(out, lse)`."""
     b, s, h, _ = q.shape
     dtype = state_dtype(q.dtype)
     acc = torch.empty(b, s, h, v.shape[-1], dtype=dtype, device=q.device)
-    m, l, lse = (torch.empty(b, h, s, dtype=dtype, device=q.device) for _ in range(3))  # noqa: E741
+    m, l, lse = (torch.empty(b, h, s, dtype=dtype, device=q.device) for _ in range(3))
     state = State(acc, m, l, torch.empty(acc.shape, dtype=q.dtype, device=q.device), lse)
 
     courier = _Courier(plan, transport, k, v)

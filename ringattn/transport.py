@@ -17,7 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Handle", "ProcessGroupTransport", "Transport", "VirtualTransport", "VirtualWorld", "group_name", "transports"]
+__all__ = [
+    "Handle",
+    "ProcessGroupTransport",
+    "Transport",
+    "VirtualTransport",
+    "VirtualWorld",
+    "group_name",
+    "transports",
+]
 
 Event = tuple[int, str, int]  # rank, what ("post", "compute", "wait"), offset of the hop
 
@@ -71,7 +79,9 @@ class ProcessGroupTransport(_Base):
             watchdog does the timing, since a wait there only orders streams.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None, events: list[Event] | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, timeout: float | None = None, events: list[Event] | None = None
+    ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), events)
         self.group, self.timeout = group, timeout
         _warm_up(group.group_name)
@@ -81,9 +91,13 @@ class ProcessGroupTransport(_Base):
         target, source = (self.rank + offset) % self.world_size, (self.rank - offset) % self.world_size
         moves = []
         if send is not None:
-            moves.append((f"sending to rank {target}", dist.P2POp(dist.isend, send, group=self.group, group_peer=target)))
+            moves.append(
+                (f"sending to rank {target}", dist.P2POp(dist.isend, send, group=self.group, group_peer=target))
+            )
         if recv is not None:
-            moves.append((f"receiving from rank {source}", dist.P2POp(dist.irecv, recv, group=self.group, group_peer=source)))
+            moves.append(
+                (f"receiving from rank {source}", dist.P2POp(dist.irecv, recv, group=self.group, group_peer=source))
+            )
         handle = _Works(self, offset)
         if moves:
             try:
@@ -91,7 +105,9 @@ class ProcessGroupTransport(_Base):
             except RuntimeError as error:
                 raise handle.failed(" and ".join(what for what, _ in moves), error) from error
             # NCCL coalesces a batch into one work; gloo gives one for each move
-            names = [what for what, _ in moves] if len(works) == len(moves) else [" and ".join(what for what, _ in moves)]
+            names = (
+                [what for what, _ in moves] if len(works) == len(moves) else [" and ".join(what for what, _ in moves)]
+            )
             handle.works = list(zip(names, works, strict=True))
         return handle
 
@@ -177,20 +193,21 @@ class _Message:
         self.delivered = True
 
 
+_numbers = itertools.count()
+_worlds: "weakref.WeakValueDictionary[str, VirtualWorld]" = weakref.WeakValueDictionary()
+
+
 class VirtualWorld:
     """W ranks in one process. `name` is what stands for it where a process group's name would."""
-
-    _worlds: "weakref.WeakValueDictionary[str, VirtualWorld]" = weakref.WeakValueDictionary()
-    _count = itertools.count()
 
     def __init__(self, world_size: int) -> None:
         if world_size < 1:
             raise ValueError(f"virtual: world_size is {world_size}; it must be at least 1.")
         self.world_size = world_size
-        self.name = f"virtual:{next(self._count)}"
+        self.name = f"virtual:{next(_numbers)}"
         self.events: list[Event] | None = None
         self.messages: dict[tuple[int, int], collections.deque[_Message]] = collections.defaultdict(collections.deque)
-        self._worlds[self.name] = self
+        _worlds[self.name] = self
 
     def message(self, source: int, target: int, side: str, tensor: Tensor) -> _Message:
         """Post one side of the next message from `source` to `target` that lacks it."""
@@ -258,9 +275,13 @@ def group_name(group: object) -> str:
         return group.group_name
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"group is a mesh with the axes {group.mesh_dim_names}; it must have one. Pass mesh['cp'].")
+            raise ValueError(
+                f"group is a mesh with the axes {group.mesh_dim_names}; it must have one. Pass mesh['cp']."
+            )
         return group.get_group().group_name
-    raise ValueError(f"group is a {type(group).__name__}; it must be a ProcessGroup, a one-dimensional DeviceMesh or None.")
+    raise ValueError(
+        f"group is a {type(group).__name__}; it must be a ProcessGroup, a one-dimensional DeviceMesh or None."
+    )
 
 
 def transports(name: str, timeout: float | None = None) -> list[Transport]:
@@ -268,8 +289,10 @@ def transports(name: str, timeout: float | None = None) -> list[Transport]:
     if name == "":
         return [VirtualTransport(VirtualWorld(1), 0)]
     if name.startswith("virtual:"):
-        world = VirtualWorld._worlds.get(name)
+        world = _worlds.get(name)
         if world is None:
-            raise RuntimeError(f"ring_attention: the virtual ring {name} is gone; keep the object that virtual() returned.")
+            raise RuntimeError(
+                f"ring_attention: the virtual ring {name} is gone; keep the object that virtual() returned."
+            )
         return [VirtualTransport(world, rank) for rank in range(world.world_size)]
     return [ProcessGroupTransport(_resolve(name), timeout)]

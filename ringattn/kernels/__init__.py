@@ -74,7 +74,7 @@ class State:
 
     acc: Tensor
     m: Tensor
-    l: Tensor  # noqa: E741
+    l: Tensor
     out: Tensor
     lse: Tensor
 
@@ -162,10 +162,14 @@ def choose(name: str, request: Request) -> Backend:
     """
     registry = backends()
     if name != "auto" and name not in registry:
-        raise ValueError(f"ring_attention: backend is {name!r}; it must be 'auto' or one of {', '.join(map(repr, registry))}.")
+        raise ValueError(
+            f"ring_attention: backend is {name!r}; it must be 'auto' or one of {', '.join(map(repr, registry))}."
+        )
     wanted = registry.values() if name == "auto" else (registry[name],)
     reasons = {backend.name: backend.supports(request) for backend in wanted}
     for backend_name, reason in reasons.items():
         if reason is None:
             return registry[backend_name]
-    raise NotImplementedError("ring_attention: no backend serves this call; " + "; ".join(f"{n}: {r}" for n, r in reasons.items()) + ".")
+    raise NotImplementedError(
+        "ring_attention: no backend serves this call; " + "; ".join(f"{n}: {r}" for n, r in reasons.items()) + "."
+    )
