@@ -65,6 +65,7 @@ def run_rank(rank: int, layout: str, store: str, model: PreTrainedModel, tokens:
     world_size = len(rows)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    model.set_attn_implementation("ringattn")
     ringattn.hf.attach(model, dist.group.WORLD, layout)
     dist.barrier()
     rows[rank] = torch.tensor(measure(model, tokens))

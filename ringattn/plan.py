@@ -226,6 +226,8 @@ def _offsets(mask: Mask, layout: Layout, seqlen: int, world_size: int) -> tuple[
 
 def _blocks(mask: Mask, seqlen: int, mine: np.ndarray, keys: np.ndarray) -> Iterator[Block]:
     """One block for each interval that sees one of the keys at hand (global positions `keys`)."""
+    if len(mine) == 0:
+        return
     for bounds in _canonical(mask, seqlen):
         lo, hi = np.searchsorted(keys, bounds[..., mine])
         seen = lo < hi

@@ -36,16 +36,13 @@ def make_masks(
             starts = [a | b for a, b in zip(starts, found, strict=True)]
     same = all(row == starts[0] for row in starts)
     each = [Documents((0, *sorted(row), seqlen)) if row else Causal() for row in (starts[:1] if same else starts)]
-    mask = each[0] if same else Rows(*each)
+    # An intersection whatever the batch holds: compiled layers are guarded on the class of the mask, not on what it says.
+    mask = Causal() & (each[0] if same else Rows(*each))
     padding = _padding(who, given, batch, seqlen)
     if padding is not None:
-        mask = _both(mask, padding)
+        mask = mask & padding
     # transformers counts the row itself in a window
-    return {None: mask} if window is None else {None: mask, window: _both(mask, Window(window - 1))}
-
-
-def _both(mask: Mask, causal: Mask) -> Mask:
-    return causal if mask == Causal() else mask & causal
+    return {None: mask} if window is None else {None: mask, window: mask & Window(window - 1)}
 
 
 def _packed(who: str, given: Mapping[str, Any], batch: int, seqlen: int) -> tuple[int, ...]:

@@ -228,7 +228,8 @@ class Reference:
         block = _Block(as_heads, bounds, options, k.shape[1], q.device)
         # exp(score - inf) = 0 for the rows without keys.
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        is_strict = not bounds.is_full and not _is_finite(q, k, v, dout, delta, lse.masked_fill(lse == torch.inf, 0.0))
+        # Where lse is NaN, out was, and so is delta.
+        is_strict = not bounds.is_full and not _is_finite(q, k, v, dout, delta)
         keys, values = as_heads.fold(k), as_heads.fold(v)
         dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
         for tile in _tiles(bounds, seqlen, k.shape[1]):

@@ -1,0 +1,145 @@
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn.plan import build_plan
+from ringattn.testing import visible
+from tests.cases import SEQLEN, layouts, masks
+
+WORLDS = (1, 2, 3, 4, 5)
+
+
+def plans(mask, layout, world_size, seqlen=SEQLEN):
+    return [build_plan(mask, layout, seqlen, world_size, rank) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("layout", layouts().values(), ids=layouts())
+@pytest.mark.parametrize("name", masks())
+def test_plan_against_brute_force(name, layout):
+    mask = masks()[name]
+    seen = visible(mask, SEQLEN)
+    by_any_row = seen if seen.dim() == 2 else seen.any(0)
+    for world_size in WORLDS:
+        ranks = plans(mask, layout, world_size)
+        covered = torch.zeros(seen.shape, dtype=torch.int32)
+        needed_offsets = {0}
+        for plan in ranks:
+            for hop in plan.hops:
+                keys = plan.positions_of(hop)
+                source = ranks[(plan.rank - hop.offset) % world_size]
+                reads = by_any_row[plan.positions][:, source.positions].any(0)
+                if hop.offset:
+                    # exactly the rows that some row of the receiver sees
+                    assert keys.tolist() == source.positions[reads].tolist()
+                    twin = next(h for h in source.hops if h.offset == hop.offset)
+                    assert twin.send == hop.recv
+                for block in hop.blocks:
+                    at = torch.arange(len(block.keys))
+                    sees = (block.lo[..., None] <= at) & (at < block.hi[..., None])
+                    assert int(sees.sum()) == block.area > 0
+                    inside = sees[..., block.rows.start : block.rows.stop, :]
+                    assert bool(inside.all()) == block.is_full
+                    # no smaller rectangle would do
+                    assert inside.reshape(-1, *inside.shape[-2:]).any(0).any(1)[[0, -1]].all()
+                    assert inside.reshape(-1, *inside.shape[-2:]).any(0).any(0)[[0, -1]].all()
+                    nothing = ~sees.any(-1)
+                    assert bool((block.lo[nothing] == len(block.keys)).all() and (block.hi[nothing] == 0).all())
+                    cols = keys[block.keys.start : block.keys.stop]
+                    covered[..., plan.positions[:, None], cols] += sees.int()
+            for source in ranks:
+                if by_any_row[plan.positions][:, source.positions].any():
+                    needed_offsets.add((plan.rank - source.rank) % world_size)
+        torch.testing.assert_close(covered, seen.int(), rtol=0, atol=0)
+        assert sum(plan.area for plan in ranks) == int(seen.sum())
+        for plan in ranks:
+            assert [hop.offset for hop in plan.hops] == sorted(needed_offsets)
+
+
+def test_flops_and_bytes():
+    mask, b, h, hkv, d, dv = ra.Window(4), 2, 6, 2, 8, 5
+    for plan in plans(mask, "contiguous", 4, 37):
+        pairs = int(visible(mask, 37)[plan.positions].sum()) * b * h
+        assert plan.flops(batch=b, heads=h, head_dim=d, v_head_dim=dv) == pairs * 2 * (d + dv)
+        assert plan.flops(batch=b, heads=h, head_dim=d, v_head_dim=dv, backward=True) == pairs * 2 * (3 * d + 2 * dv)
+        sent, received = 4 * (plan.rank < 3), 4 * (plan.rank > 0)
+        row = b * hkv * (d + dv)
+        assert plan.bytes(batch=b, kv_heads=hkv, head_dim=d, v_head_dim=dv) == sent * row * 2
+        assert (
+            plan.bytes(batch=b, kv_heads=hkv, head_dim=d, v_head_dim=dv, backward=True)
+            == sent * row * 2 + received * row * 4
+        )
+        assert plan.bytes(batch=b, kv_heads=hkv, head_dim=d, v_head_dim=dv, dtype=torch.float64) == sent * row * 8
+
+
+def test_flops_of_a_mask_for_a_batch_count_its_rows():
+    mask = ra.Rows(ra.Causal(), ra.Window(0))
+    plan = build_plan(mask, "zigzag", 8, 1, 0)
+    assert plan.area == 36 + 8
+    assert plan.flops(batch=2, heads=1, head_dim=1) == 2 * 2 * 44
+
+
+def test_a_window_into_the_neighbours_rows_is_one_hop_of_its_own_rows():
+    for plan in plans(ra.Window(3), "contiguous", 8, 64):
+        assert [hop.offset for hop in plan.hops] == [0, 1]
+        assert plan.hops[1].recv_rows == (3 if plan.rank else 0)
+
+
+def test_zigzag_causal_sends_three_quarters_of_a_relay():
+    n, w = 64, 4
+    sent = sum(hop.send_rows for plan in plans(ra.Causal(), "zigzag", w, n) for hop in plan.hops)
+    assert sent == 3 * (w * (w - 1) * n // w) // 4
+
+
+def test_zigzag_causal_is_even_on_every_hop():
+    for hops in zip(*(plan.hops for plan in plans(ra.Causal(), "zigzag", 4, 64)), strict=True):
+        assert len({sum(block.area for block in hop.blocks) for hop in hops}) == 1
+
+
+def test_short_sequences_and_empty_shards():
+    for seqlen, world_size, layout in itertools.product(range(6), (1, 3, 6), ra.layouts()):
+        ranks = plans(ra.Causal(), layout, world_size, seqlen)
+        assert sum(plan.area for plan in ranks) == seqlen * (seqlen + 1) // 2
+        assert sum(len(plan.positions) for plan in ranks) == seqlen
+
+
+def test_plans_are_values():
+    plan = build_plan(ra.Window(3), "zigzag", 17, 2, 0)
+    build_plan.cache_clear()
+    again = build_plan(ra.Window(3), "zigzag", 17, 2, 0)
+    assert again is not plan
+    assert (again, hash(again)) == (plan, hash(plan))
+    assert plan != build_plan(ra.Window(3), "zigzag", 17, 2, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.rank = 1
+
+
+def decreasing():
+    lo = torch.tensor([0, 3, 2, 2])
+    return ra.Bounds(lo, lo + 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: build_plan(decreasing(), "zigzag", 4, 2, 0),
+            r"Bounds: lo falls from 3 at row 1 to 2 at row 2; .* must not decrease. Split the mask with \|",
+        ),
+        (
+            lambda: build_plan(ra.Bounds(torch.zeros(2, 3), torch.tensor([[1, 2, 3], [1, 3, 2]])), "zigzag", 3, 1, 0),
+            r"Bounds: hi falls from 3 at row 1 to 2 at row 2",
+        ),
+        (
+            lambda: build_plan(ra.Documents((0, 5)), "zigzag", 6, 2, 0),
+            r"mask Documents is for 5 tokens and the sequence has 6; they must agree",
+        ),
+        (lambda: build_plan(ra.Causal(), "zigzag", 6, 2, 2), r"rank 2; needs seqlen >= 0 and 0 <= rank < world_size"),
+        (lambda: build_plan(ra.Causal(), "spiral", 6, 2, 0), r"layout is 'spiral'; it must be one of"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

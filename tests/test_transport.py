@@ -1,0 +1,250 @@
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import ringattn as ra
+from ringattn.testing import assert_matches, naive_attention
+from ringattn.transport import ProcessGroupTransport, VirtualTransport, VirtualWorld, group_name, transports
+from tests import processes
+
+OFFSETS = (1, 2, -1, -2)
+
+
+def world_of(world_size):
+    world = VirtualWorld(world_size)
+    return world, [VirtualTransport(world, rank) for rank in range(world_size)]
+
+
+def is_nan(tensor):
+    return torch.equal(tensor.isnan(), torch.ones(tensor.shape, dtype=torch.bool))
+
+
+# ---- W ranks in one process ---------------------------------------------------------------------------------------
+
+
+def test_virtual_bytes_arrive_at_the_wait_and_not_before():
+    _, (a, b) = world_of(2)
+    sent, received = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3)
+    send = a.exchange(1, sent, None)
+    assert not send.ready()
+    recv = b.exchange(1, None, received)
+    assert (send.ready(), recv.ready()) == (True, True)
+    assert is_nan(received)
+    sent[0] = 7.0  # written before anybody waited: the receiver gets what is there at the wait
+    recv.wait()
+    assert received.tolist() == [7.0, 2.0, 3.0]
+    sent.fill_(0.0)
+    send.wait()
+    assert received.tolist() == [7.0, 2.0, 3.0]
+
+
+def test_virtual_a_senders_wait_moves_the_bytes_too():
+    _, (a, b) = world_of(2)
+    sent, received = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    b.exchange(1, None, received)
+    a.exchange(1, sent, None).wait()
+    assert received.tolist() == [1.0, 2.0]
+
+
+def test_virtual_messages_between_two_ranks_match_by_order():
+    _, (a, b) = world_of(2)
+    first, second, third = (torch.full((2,), x) for x in (1.0, 2.0, 3.0))
+    received = [torch.zeros(2) for _ in range(3)]
+    sends = [a.exchange(1, x, None) for x in (first, second)]
+    recvs = [b.exchange(1, None, x) for x in received]  # the third is posted before it is sent
+    assert [recv.ready() for recv in recvs] == [True, True, False]
+    recvs[1].wait()
+    assert is_nan(received[0])
+    assert received[1].tolist() == [2.0, 2.0]
+    sends.append(a.exchange(1, third, None))
+    for handle in (*recvs, *sends):
+        handle.wait()
+    assert [x.tolist() for x in received] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+
+
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_virtual_offset_is_where_a_message_goes(offset):
+    world_size = 5
+    _, ranks = world_of(world_size)
+    received = [torch.zeros(1) for _ in ranks]
+    handles = [t.exchange(offset, torch.tensor([float(t.rank)]), received[t.rank]) for t in ranks]
+    for handle in handles:
+        handle.wait()
+    assert [int(x) for x in received] == [(rank - offset) % world_size for rank in range(world_size)]
+
+
+@pytest.mark.parametrize(
+    ("received", "message"),
+    [
+        (torch.zeros(2), "3 elements of torch.float32 were sent and 2 of torch.float32 awaited; both ends must agree."),
+        (
+            torch.zeros(3, dtype=torch.float64),
+            "3 elements of torch.float32 were sent and 3 of torch.float64 awaited; both ends must agree.",
+        ),
+    ],
+)
+def test_virtual_refuses_ends_that_differ(received, message):
+    _, (a, b) = world_of(2)
+    a.exchange(1, torch.zeros(3), None)
+    handle = b.exchange(1, None, received)
+    with pytest.raises(RuntimeError, match=re.escape(f"virtual transport: {message}")):
+        handle.wait()
+
+
+def test_virtual_writes_events_down_where_asked():
+    world = VirtualWorld(2)
+    world.events = []
+    a, b = (VirtualTransport(world, rank) for rank in range(2))
+    a.exchange(1, torch.zeros(1), None)
+    b.record("compute", 0)
+    b.exchange(1, None, torch.zeros(1)).wait()
+    assert world.events == [(0, "post", 1), (1, "compute", 0), (1, "post", 1), (1, "wait", 1)]
+
+
+def test_virtual_needs_a_rank():
+    with pytest.raises(ValueError, match=r"virtual: world_size is 0; it must be at least 1\."):
+        VirtualWorld(0)
+
+
+def test_a_virtual_ring_that_is_gone_is_refused():
+    world = VirtualWorld(2)
+    name = world.name
+    assert [t.rank for t in transports(name)] == [0, 1]
+    del world
+    with pytest.raises(
+        RuntimeError, match=f"the virtual ring {name} is gone; keep the object that virtual\\(\\) returned"
+    ):
+        transports(name)
+
+
+# ---- groups by name -----------------------------------------------------------------------------------------------
+
+
+def test_a_ring_of_one_needs_no_group():
+    assert group_name(None) == ""
+    ((transport),) = transports("")
+    assert (transport.rank, transport.world_size) == (0, 1)
+    world = VirtualWorld(3)
+    assert group_name(world) == world.name
+
+
+@pytest.mark.parametrize("group", ["cp", 2, [0, 1]])
+def test_other_types_of_group_are_refused(group):
+    message = f"group is a {type(group).__name__}; it must be a ProcessGroup, a one-dimensional DeviceMesh or None."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        group_name(group)
+    x = torch.zeros(1, 2, 1, 2)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ra.ring_attention(x, x, x, group=group)
+
+
+def name_groups(rank, world_size):
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "cp"))
+    with pytest.raises(ValueError) as info:  # noqa: PT011
+        group_name(mesh)
+    same = group_name(mesh["cp"]) == group_name(mesh.get_group("cp"))
+    return str(info.value), same
+
+
+def test_a_mesh_needs_one_axis():
+    for message, same in processes.run(3, name_groups):
+        assert message == "group is a mesh with the axes ('dp', 'cp'); it must have one. Pass mesh['cp']."
+        assert same
+
+
+# ---- one process a rank -------------------------------------------------------------------------------------------
+
+
+def length(source, target):
+    """How much `source` sends to `target`: uneven, and sometimes nothing."""
+    return (source * target + source) % 4
+
+
+def exchange(rank, world_size):
+    """What each exchange brought, two rounds in a row so that messages between two ranks have to match by order."""
+    events = []
+    transport = ProcessGroupTransport(dist.group.WORLD, events=events)
+    got, handles = {}, []
+    for turn in range(2):
+        for offset in OFFSETS:
+            target, source = (rank + offset) % world_size, (rank - offset) % world_size
+            n_send, n_recv = length(rank, target), length(source, rank)
+            send = torch.full((n_send,), 100.0 * turn + 10 * rank + offset) if n_send else None
+            recv = torch.full((n_recv,), torch.nan) if n_recv else None
+            handles.append(transport.exchange(offset, send, recv))
+            got[turn, offset] = recv
+            assert handles[-1].ready()
+    for handle in handles:
+        handle.wait()
+    return got, events
+
+
+def test_processes_exchange_in_both_directions():
+    world_size = 3
+    sizes = set()
+    for rank, (got, events) in enumerate(processes.run(world_size, exchange)):
+        for (turn, offset), recv in got.items():
+            source = (rank - offset) % world_size
+            n = length(source, rank)
+            sizes.add(n)
+            assert ([] if recv is None else recv.tolist()) == [100.0 * turn + 10 * source + offset] * n
+        assert events == [(rank, what, offset) for what in ("post", "wait") for offset in OFFSETS * 2]
+    assert sizes == {0, 1, 2, 3}
+
+
+def exchange_in_a_part(rank, world_size):
+    group = dist.new_group([2, 0])
+    if rank == 1:
+        return None
+    transport = ProcessGroupTransport(group)
+    received = torch.full((2,), torch.nan)
+    transport.exchange(1, torch.full((2,), float(rank)), received).wait()
+    return transport.rank, transport.world_size, received.tolist()
+
+
+def test_ranks_are_those_of_the_group():
+    first, none, last = processes.run(3, exchange_in_a_part)
+    assert none is None
+    assert {first[0], last[0]} == {0, 1}
+    assert (first[1:], last[1:]) == ((2, [2.0, 2.0]), (2, [0.0, 0.0]))
+
+
+def wait_in_vain(rank, world_size):
+    """Rank 1 never sends."""
+    messages = []
+    if rank == 0:
+        transport = ProcessGroupTransport(dist.group.WORLD, timeout=0.5)
+        for offset in (1, -1):
+            try:
+                transport.exchange(offset, None, torch.zeros(1)).wait()
+            except RuntimeError as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_a_wait_that_times_out_says_for_whom_and_where():
+    messages, _ = processes.run_fresh(2, wait_in_vain)
+    hop, home = messages
+    assert hop.startswith("ring_attention: rank 0 of 2 failed receiving from rank 1 on hop 1 (limit 0.5 s): ")
+    assert home.startswith(
+        "ring_attention: rank 0 of 2 failed receiving from rank 1 on the gradients' way home of hop 1"
+    )
+    for message in messages:
+        assert message.endswith("that rank died, left, or hangs. Look at its log first.")
+
+
+def attend(rank, world_size, q, k, v):
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    shards = (ra.shard(x, group=mesh) for x in (q, k, v))
+    out = ra.ring_attention(*shards, group=mesh, seqlen=q.shape[1])
+    return ra.unshard(out, group=mesh, seqlen=q.shape[1])
+
+
+def test_ring_attention_takes_a_mesh():
+    q, k, v = torch.randn(3, 1, 11, 2, 4, dtype=torch.float64)
+    want = naive_attention(q, k, v, ra.Causal())
+    for out in processes.run(3, attend, q, k, v):
+        assert_matches(out, want, rtol=1e-12)
