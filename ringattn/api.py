@@ -50,7 +50,7 @@ def arguments(
         softmax_scale=None if softmax_scale is None else float(softmax_scale),
         softcap=None if softcap is None else float(softcap),
         dropout_p=float(dropout_p),
-        seed=seed,
+        seed=seed - 2**64 if seed is not None and seed >= 2**63 else seed,  # an operator's integers are signed
         head_offset=head_offset,
         backend=backend,
         deterministic=deterministic or "",
@@ -194,7 +194,7 @@ def _scatter_sum(whole: Tensor, layout: Layout, group: dist.ProcessGroup | None,
     for r, count in enumerate(counts):
         padded[r, :count] = rows[_rows_of(layout, seqlen, world_size, r, rows.device)]
     mine = torch.empty_like(padded[0])
-    dist.reduce_scatter_tensor(mine, padded, group=group)
+    dist.reduce_scatter(mine, list(padded), group=group)
     return mine[: counts[rank]].movedim(0, dim).contiguous()
 
 

@@ -81,13 +81,15 @@ def prepare(
         except (ValueError, NotImplementedError) as error:
             calls.append(error)
     if args.validate and ring[0].world_size > 1:
-        cards = [_card(call, shard, args) for call, shard in zip(calls, zip(q, k, v, strict=True), strict=True)]
+        cards = [_card(call, shard, sinks) for call, shard in zip(calls, zip(q, k, v, strict=True), strict=True)]
         if len(cards) < ring[0].world_size:
             cards = _all_cards(cards[0], ring[0], args)
         _agree(cards)
     for call in calls:
         if isinstance(call, Exception):
             raise call
+    for transport in ring:
+        transport.connect(q[0].device)
     return [call for call in calls if isinstance(call, Call)]
 
 
@@ -177,16 +179,20 @@ def _checked(
     return Call(plan, transport, choose(args.backend, request), options)
 
 
-def _card(call: Call | Exception, shards: tuple[Tensor, ...], args: Arguments) -> dict[str, str]:
+def _card(call: Call | Exception, shards: tuple[Tensor, ...], sinks: Tensor | None) -> dict[str, str]:
     """What a rank tells the others: all that must be the same, or its error."""
     if isinstance(call, Exception):
-        return {"error": str(call)[:900], "type": type(call).__name__}
+        text = str(call)
+        while len(json.dumps(text)) > CARD_BYTES - 100:  # quotes and letters beyond ASCII take several bytes
+            text = text[: len(text) * 9 // 10]
+        return {"error": text, "type": type(call).__name__}
     plan, (q, k, v) = call.plan, shards
     return {
         "batch": str(q.shape[0]),
         "heads of q and k": f"{q.shape[2]}, {k.shape[2]}",
         "head dims of q and v": f"{q.shape[3]}, {v.shape[3]}",
         "dtype": str(q.dtype),
+        "sinks": "none" if sinks is None else str(sinks.dtype),
         "device type": q.device.type,
         "seqlen": str(plan.seqlen),
         "mask": f"{repr(plan.mask)[:80]} #{plan.mask.fingerprint}",
@@ -200,7 +206,7 @@ def _all_cards(card: dict[str, str], transport: Transport, args: Arguments) -> l
     """Every rank's card, by one all-gather of fixed size on a CPU group."""
     text = json.dumps(card).encode()
     assert len(text) < CARD_BYTES, text
-    mine = torch.zeros(CARD_BYTES, dtype=torch.uint8)
+    mine = torch.zeros(CARD_BYTES, dtype=torch.uint8, device="cpu")
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     theirs = [torch.zeros_like(mine) for _ in range(transport.world_size)]
     try:

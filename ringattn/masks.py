@@ -256,7 +256,7 @@ class Documents(Mask):
         self._seal([int(bool(self.causal)), len(cu), *cu])
 
     def intervals(self, q_pos: Tensor) -> Intervals:
-        cu = torch.tensor(self.cu_seqlens, dtype=q_pos.dtype)
+        cu = torch.tensor(self.cu_seqlens, dtype=q_pos.dtype, device=q_pos.device)
         i = torch.searchsorted(cu, q_pos, right=True).clamp(max=len(self.cu_seqlens) - 1)
         return ((cu[i - 1], q_pos + 1 if self.causal else cu[i]),)
 
@@ -334,7 +334,7 @@ class Spans(Mask):
     def intervals(self, q_pos: Tensor) -> Intervals:
         hi = q_pos + 1
         if self.starts_ends:
-            starts, ends = torch.tensor(self.starts_ends, dtype=q_pos.dtype).T.contiguous()
+            starts, ends = torch.tensor(self.starts_ends, dtype=q_pos.dtype, device=q_pos.device).T.contiguous()
             i = torch.searchsorted(starts, q_pos, right=True) - 1
             hi = torch.where(i >= 0, torch.maximum(hi, ends[i.clamp(min=0)]), hi)
         return ((torch.zeros_like(q_pos), hi),)
@@ -362,9 +362,10 @@ class Bounds(Mask):
 
     def __post_init__(self) -> None:
         for name in ("lo", "hi"):
-            object.__setattr__(
-                self, name, torch.as_tensor(getattr(self, name)).detach().to("cpu", torch.int64).contiguous()
-            )
+            value = getattr(self, name)
+            value = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+            # a copy: the caller may write to theirs
+            object.__setattr__(self, name, value.to("cpu", torch.int64, copy=True).contiguous())
         if self.lo.shape != self.hi.shape or self.lo.dim() not in (1, 2):
             raise ValueError(
                 f"Bounds: lo has shape {tuple(self.lo.shape)} and hi {tuple(self.hi.shape)}; both must be [N], or both [B, N]."

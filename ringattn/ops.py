@@ -138,3 +138,13 @@ def _autograd(ctx: Any, dout: Tensors, dlse: Tensors) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("ringattn::attention", _autograd, setup_context=_setup_context)
+
+
+def _second_backward(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError(
+        "ring_attention: a second derivative is asked for; only first ones are supported. Call backward without create_graph=True."
+    )
+
+
+# without it autograd would take the gradients for constants, and second derivatives would be silently wrong
+torch.library.register_autograd("ringattn::attention_backward", _second_backward)

@@ -145,7 +145,7 @@ def _canonical(mask: Mask, seqlen: int) -> tuple[np.ndarray, ...]:
     A row that sees nothing has `lo = N`, `hi = 0`.
     """
     out = []
-    for lo, hi in mask.intervals(torch.arange(seqlen)):
+    for lo, hi in mask.intervals(torch.arange(seqlen, device="cpu")):
         lo, hi = (t.numpy().clip(0, seqlen) for t in torch.broadcast_tensors(lo, hi))
         seen = lo < hi
         if not seen.any():

@@ -53,6 +53,10 @@ class Transport(Protocol):
         """Start sending `send` to `rank + offset` and receiving `recv` from `rank - offset` (modulo the world size)."""
         ...
 
+    def connect(self, device: torch.device) -> None:
+        """Make ready for tensors on `device`; every rank calls it, once all agree and before the first exchange."""
+        ...
+
     def record(self, what: str, offset: int) -> None:
         """Note an event, if anybody asked for events."""
         ...
@@ -61,6 +65,9 @@ class Transport(Protocol):
 class _Base:
     def __init__(self, rank: int, world_size: int, events: list[Event] | None) -> None:
         self.rank, self.world_size, self.events = rank, world_size, events
+
+    def connect(self, device: torch.device) -> None:
+        pass
 
     def record(self, what: str, offset: int) -> None:
         if self.events is not None:
@@ -84,7 +91,9 @@ class ProcessGroupTransport(_Base):
     ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), events)
         self.group, self.timeout = group, timeout
-        _warm_up(group.group_name)
+
+    def connect(self, device: torch.device) -> None:
+        _warm_up(self.group.group_name, device.type)
 
     def exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
         self.record("post", offset)
@@ -109,6 +118,7 @@ class ProcessGroupTransport(_Base):
                 [what for what, _ in moves] if len(works) == len(moves) else [" and ".join(what for what, _ in moves)]
             )
             handle.works = list(zip(names, works, strict=True))
+            handle.is_timed = _waits_on_host(self.group, moves[0][1].tensor.device.type)
         return handle
 
 
@@ -118,6 +128,7 @@ class _Works:
     def __init__(self, transport: ProcessGroupTransport, offset: int) -> None:
         self.transport, self.offset = transport, offset
         self.works: list[tuple[str, dist.Work]] = []
+        self.is_timed = True
 
     def ready(self) -> bool:
         return True
@@ -126,7 +137,7 @@ class _Works:
         self.transport.record("wait", self.offset)
         for what, work in self.works:
             try:
-                if self.transport.timeout is None or not _on_cpu(self.transport.group):
+                if self.transport.timeout is None or not self.is_timed:
                     work.wait()
                 else:
                     work.wait(datetime.timedelta(seconds=self.transport.timeout))
@@ -144,15 +155,17 @@ class _Works:
         )
 
 
-def _on_cpu(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) in ("gloo", "mpi", "ucc")
+def _waits_on_host(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether the group's backend for such tensors blocks the host in `wait`. `dist.get_backend` cannot tell: a group may have several."""
+    device = torch.device(device_type)
+    return device in group._device_types and group._get_backend(device).name() in ("gloo", "mpi", "ucc")
 
 
 @functools.lru_cache(None)
-def _warm_up(name: str) -> None:
+def _warm_up(name: str, device_type: str) -> None:
     """Make NCCL connect all ranks of a group now: where its first call is a batch of sends, every rank would have to be in it."""
     group = _resolve(name)
-    if not _on_cpu(group):
+    if device_type == "cuda" and not _waits_on_host(group, device_type):
         dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
 
 
@@ -164,7 +177,7 @@ def _resolve(name: str) -> dist.ProcessGroup:
 def cpu_group(name: str) -> dist.ProcessGroup:
     """A group of the same ranks that takes CPU tensors: the group itself where it can, else a gloo group beside it."""
     group = _resolve(name)
-    if _on_cpu(group):
+    if _waits_on_host(group, "cpu"):
         return group
     # only the members make it: another ring of the same job may be elsewhere
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)

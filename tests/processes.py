@@ -128,8 +128,10 @@ def _context() -> Any:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # The last one is what torch.use_deterministic_algorithms imports, which takes as long as torch itself.
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._inductor.config"])
+    # Imported once instead of in every worker. inductor's config is what torch.use_deterministic_algorithms imports, which takes
+    # as long as torch itself.
+    models = [f"transformers.models.{m}.modeling_{m}" for m in ("llama", "mistral", "qwen2", "qwen3", "smollm3")]
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch._inductor.config", *models])
     return context
 
 

@@ -274,6 +274,16 @@ ODD = {
         "ValueError",
         rf"ring_attention: ranks disagree on options: .*softcap=None.* on ranks 0, 2; .*softcap=2\.0.* on rank 1; {SAME}",
     ),
+    "message longer than a card": (
+        {"layout": "é" * 2000},
+        "ValueError",
+        r"layout is 'é{100,} \(found on rank 1 of 3\)",
+    ),
+    "sinks on one rank only": (
+        {"sinks": torch.zeros(H, dtype=torch.float64)},
+        "ValueError",
+        rf"ring_attention: ranks disagree on sinks: none on ranks 0, 2; torch\.float64 on rank 1; {SAME}",
+    ),
     "seqlen": (
         {"seqlen": 13},  # rank 1 holds four of 13 as it does of 12
         "ValueError",
@@ -288,6 +298,11 @@ ODD = {
         {"batch": 1},
         "ValueError",
         rf"ring_attention: ranks disagree on batch: 2 on ranks 0, 2; 1 on rank 1; {SAME}",
+    ),
+    "sinks": (
+        {"sinks": torch.zeros(H)},
+        "ValueError",
+        rf"ring_attention: ranks disagree on sinks: none on ranks 0, 2; torch\.float32 on rank 1; {SAME}",
     ),
     "heads": (
         {"kv_heads": 1},
@@ -351,6 +366,22 @@ def test_an_error_ends_every_rank():
     )
 
 
+def attend_with_a_default_device(rank, world_size, q):
+    x = ra.shard(q, group=dist.group.WORLD).requires_grad_()
+    with torch.device("meta"):
+        for mask in (ra.Documents((0, 3, 8)), ra.Spans(((1, 4),)) | ra.Window(2, 2)):
+            out = ra.ring_attention(x, x, x, mask=mask, group=dist.group.WORLD, dropout_p=0.2, seed=3)
+            out.sum().backward()
+    return ra.unshard(out.detach(), group=dist.group.WORLD)
+
+
+def test_a_default_device_of_the_users_changes_nothing():
+    q = torch.randn(1, 8, 2, 4, dtype=torch.float64)
+    want = naive_attention(q, q, q, ra.Spans(((1, 4),)) | ra.Window(2, 2), dropout_p=0.2, seed=3)
+    for out in processes.run(2, attend_with_a_default_device, q):
+        assert_matches(out, want, rtol=1e-12)
+
+
 def two_are_wrong(rank, world_size):
     x = zeros(1, 4, 2, 8)
     try:
@@ -382,9 +413,7 @@ def attend_beside_the_dying(rank, world_size, when, validate):
         os._exit(3)
     began = time.monotonic()
     try:
-        out = ra.ring_attention(
-            q, k, v, mask=ra.Full(), group=dist.group.WORLD, timeout=TIMEOUT_S, validate=validate
-        )
+        out = ra.ring_attention(q, k, v, mask=ra.Full(), group=dist.group.WORLD, timeout=TIMEOUT_S, validate=validate)
         if when == "between":
             dist.barrier()
             if rank == 1:

@@ -85,6 +85,14 @@ def test_window_counts_the_other_tokens():
     torch.testing.assert_close(counts(ra.Window(w - 1), n).bool(), (q - w < k) & (k <= q), rtol=0, atol=0)
 
 
+def test_bounds_are_a_copy():
+    lo, hi = torch.zeros(4, dtype=torch.int64), torch.arange(1, 5)
+    mask = ra.Bounds(lo, hi)
+    lo.fill_(3)
+    assert mask.lo.tolist() == masks_module.decode(mask.code).lo.tolist() == [0] * 4
+    assert ra.Bounds([0, 1], [1, 2]) == ra.Bounds(torch.tensor([0, 1]), torch.tensor([1, 2]))
+
+
 def test_cu_seqlens_may_be_a_tensor():
     assert ra.Documents(torch.tensor([0, 4, 9])) == ra.Documents((0, 4, 9))
     assert ra.Documents((0, 4, 9)).seqlen == 9

@@ -212,6 +212,27 @@ def test_ranks_are_those_of_the_group():
     assert (first[1:], last[1:]) == ((2, [2.0, 2.0]), (2, [0.0, 0.0]))
 
 
+def attend_in_groups(rank, world_size, q):
+    """What rings whose backend has another name than gloo give, and whether a wait is bounded there."""
+    results = []
+    for backend in (None, "cpu:gloo", "cpu:gloo,cuda:gloo"):
+        group = dist.new_group(backend=backend)
+        out = ra.ring_attention(*[ra.shard(q, group=group)] * 3, group=group, timeout=30)
+        handle = ProcessGroupTransport(group).exchange(1, q, torch.empty_like(q))
+        handle.wait()
+        results.append((ra.unshard(out, group=group), handle.is_timed))
+    return results
+
+
+def test_a_group_is_known_by_its_backend_for_the_device_and_not_by_a_name():
+    q = torch.randn(1, 8, 2, 4, dtype=torch.float64)
+    want = naive_attention(q, q, q, ra.Causal())
+    for results in processes.run(2, attend_in_groups, q):
+        assert [is_timed for _, is_timed in results] == [True] * 3
+        for out, _ in results:
+            assert_matches(out, want, rtol=1e-12)
+
+
 def wait_in_vain(rank, world_size):
     """Rank 1 never sends."""
     messages = []

@@ -42,7 +42,7 @@ def _tiles(bounds: Bounds, seqlen: int, keys: int) -> list[_Tile]:
         return [_Tile(r, tuple(_split(0, keys, tile_keys, True))) for r in rows]
     lo, hi = torch.stack([bounds.lo, bounds.hi]).reshape(2, -1, seqlen).cpu()
     # The last tile is filled up with copies of the last row, which change no min or max.
-    index = torch.arange(len(rows) * tile_rows).clamp_(max=seqlen - 1).view(len(rows), tile_rows)
+    index = torch.arange(len(rows) * tile_rows, device="cpu").clamp_(max=seqlen - 1).view(len(rows), tile_rows)
     least, most = (lo.amin(0), hi.amin(0)), (lo.amax(0), hi.amax(0))
     limits = torch.stack([x[index].amin(1) for x in least] + [x[index].amax(1) for x in most])
     tiles = []
