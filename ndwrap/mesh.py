@@ -28,21 +28,31 @@ def init_mesh(config: NDConfig, device_type: str | None = None) -> DeviceMesh:
 
     Args:
         config: sizes of the axes; one may be -1.
-        device_type: "cuda" or "cpu"; None (default) is CUDA if there is a device.
+        device_type: "cuda" or "cpu"; None (default) is CUDA if there is a device for every process of this host. Their
+            number is `LOCAL_WORLD_SIZE`, or the world size where that is not set.
 
     Raises:
-        ValueError: the sizes do not multiply up to the world size; on every rank, before any communication.
+        ValueError: the sizes do not multiply up to the world size; on every rank, before any communication. Or this
+            host has fewer CUDA devices than processes, which are to be started on them.
 
     Example:
         >>> mesh = init_mesh(NDConfig(), "cpu")  # doctest: +SKIP
         >>> mesh["dp_shard_cp"].size()  # doctest: +SKIP
         1
     """
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     world_size = dist.get_world_size() if dist.is_initialized() else _env.world_size()
     config = config.resolve(world_size)
+    processes = _env.local_world_size(world_size)
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device_type = device_type or ("cuda" if processes <= devices else "cpu")
     if not dist.is_initialized():
         if device_type == "cuda":
+            if processes > devices:
+                raise ValueError(
+                    f"init_mesh: device_type is 'cuda'; this host has {processes} processes (LOCAL_WORLD_SIZE, or else "
+                    f"the world size) and {devices} CUDA devices, and each process must have its own. Launch fewer "
+                    "processes, or pass 'cpu'."
+                )
             torch.cuda.set_device(_env.local_rank())
         backend = "nccl" if device_type == "cuda" else "gloo"
         store = dist.HashStore() if world_size == 1 else None  # one process needs no rendezvous

@@ -2,6 +2,7 @@
 
 import fnmatch
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ import ringattn.hf
 from ndwrap.mesh import check_mesh
 
 __all__ = ["parallelize"]
+
+PERIOD = 65521  # of the positions' weights; prime, so that it divides the size of no usual row
 
 
 def parallelize(
@@ -58,7 +61,7 @@ def parallelize(
         ValueError: the mesh is not one of `init_mesh`, the model is quantized, or its heads or its plan do not go with
             `tp`.
         NotImplementedError: from `ringattn.hf.attach`, which does not know the model's class, or something in it.
-        RuntimeError: the weights are not the same on every rank.
+        RuntimeError: the model or its weights are not the same on every rank; on every rank alike.
     """
     check_mesh("parallelize", mesh)
     layers = _decoder_layers(model)
@@ -114,20 +117,61 @@ def _decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def _check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank keeps its own shards, so ranks that were seeded differently would make up a model that nobody has."""
-    bits = [p.detach().contiguous().flatten().view(torch.uint8).sum() for p in model.parameters() if not p.is_meta]
-    if not bits or mesh.size() == 1:
+    """Each rank keeps its own shards, so ranks that were seeded differently would make up a model that nobody has.
+
+    What a rank does next depends only on what all have agreed on, so that none is left alone in a collective.
+    """
+    if mesh.size() == 1:
         return
-    own = torch.stack([b.to(mesh.device_type) for b in bits])
-    largest, smallest = own.clone(), own.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-    differing = int((largest != smallest).sum())
+    parameters = dict(model.named_parameters())
+    layout = [(name, tuple(p.shape), p.dtype) for name, p in parameters.items()]
+    facts = {
+        "the number of parameters": len(parameters),
+        "the number of parameters on the meta device": sum(p.is_meta for p in parameters.values()),
+        "a hash of the parameters' names, shapes and dtypes": int.from_bytes(
+            hashlib.sha256(repr(layout).encode()).digest()[:8], "big", signed=True
+        ),
+    }
+    smallest, largest = _extremes(torch.tensor(list(facts.values()), device=mesh.device_type))
+    differing = [
+        f"{fact} is between {low} and {high}"
+        for fact, low, high in zip(facts, smallest.tolist(), largest.tolist(), strict=True)
+        if low != high
+    ]
     if differing:
         raise RuntimeError(
-            f"parallelize: {differing} of {len(bits)} parameters differ between ranks; the weights must be the same on "
+            f"parallelize: model differs between ranks: {', '.join(differing)}; the model must be the same on every "
+            "rank. Build it from one configuration, on the meta device on every rank or on none."
+        )
+
+    nothing = torch.zeros(2, dtype=torch.int64)
+    sums = [(nothing if p.is_meta else _byte_sums(p)).to(mesh.device_type) for p in parameters.values()]
+    if not sums:
+        return
+    smallest, largest = _extremes(torch.stack(sums))
+    number = int((smallest != largest).any(dim=1).sum())
+    if number:
+        raise RuntimeError(
+            f"parallelize: {number} of {len(sums)} parameters differ between ranks; the weights must be the same on "
             "every rank. Seed every rank alike before the model is built, or load one checkpoint."
         )
+
+
+def _extremes(own: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest of all ranks, element by element."""
+    smallest, largest = own.clone(), own.clone()
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return smallest, largest
+
+
+def _byte_sums(weight: Tensor) -> Tensor:
+    """`[2]`, int64: the sum of the bytes, and a sum weighted by position, which a permutation changes."""
+    chunks = weight.detach().contiguous().flatten().view(torch.uint8).split(PERIOD * 64)  # int64 takes eight times it
+    positions = torch.arange(chunks[0].numel(), device=weight.device) % PERIOD + 1
+    return torch.stack(
+        [torch.stack([chunk.sum(), (chunk * positions[: chunk.numel()]).sum()]) for chunk in chunks]
+    ).sum(dim=0)
 
 
 class _Replicated(ParallelStyle):

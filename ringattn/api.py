@@ -1,18 +1,21 @@
 """The public functions: defaults, and one call of the operator."""
 
+import operator
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from ringattn import layout as layouts
 from ringattn import ops
 from ringattn.call import Arguments
+from ringattn.handshake import share_verdict
 from ringattn.layout import Layout
 from ringattn.masks import Causal, Mask
-from ringattn.transport import group_name
+from ringattn.transport import group_name, resolve_group
 
 __all__ = ["ring_attention", "shard", "unshard"]
 
@@ -34,7 +37,11 @@ def arguments(
     timeout: float | None,
     validate: bool,
 ) -> Arguments:
-    """The keyword arguments of `ring_attention` in the form in which they enter the operator."""
+    """The keyword arguments of `ring_attention` in the form in which they enter the operator.
+
+    Raises:
+        ValueError: one has a type that the operator does not take.
+    """
     if not isinstance(mask, Mask):
         raise ValueError(f"ring_attention: mask is {mask!r}; it must be a mask such as ringattn.Causal().")
     named = isinstance(layout, str)
@@ -46,17 +53,63 @@ def arguments(
         codes=[mask.code] if named else [mask.code, layout.code],
         layout=layout if named else "",
         group=group_name(group),
-        seqlen=seqlen,
-        softmax_scale=None if softmax_scale is None else float(softmax_scale),
-        softcap=None if softcap is None else float(softcap),
-        dropout_p=float(dropout_p),
-        seed=seed - 2**64 if seed is not None and seed >= 2**63 else seed,  # an operator's integers are signed
-        head_offset=head_offset,
-        backend=backend,
-        deterministic=deterministic or "",
-        timeout=None if timeout is None else float(timeout),
-        validate=validate,
+        seqlen=_integer("seqlen", seqlen),
+        softmax_scale=_number("softmax_scale", softmax_scale),
+        softcap=_number("softcap", softcap),
+        dropout_p=_number("dropout_p", dropout_p) or 0.0,
+        seed=_signed(_integer("seed", seed)),
+        head_offset=_integer("head_offset", head_offset) or 0,
+        backend=str(backend),
+        deterministic=str(deterministic or ""),
+        timeout=_number("timeout", timeout),
+        validate=bool(validate),
     )
+
+
+def _integer(name: str, value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    try:
+        return operator.index(value)  # of numpy, or of a tensor
+    except TypeError:
+        raise ValueError(f"ring_attention: {name} is {value!r}; it must be an integer.") from None
+
+
+def _signed(seed: int | None) -> int | None:
+    """64 bits as an operator takes them."""
+    if seed is None or -(2**63) <= seed < 2**63:
+        return seed
+    if seed >= 2**64 or seed < 0:
+        raise ValueError(f"ring_attention: seed is {seed}; it must have 64 bits at most.")
+    return seed - 2**64
+
+
+def _number(name: str, value: Any) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"ring_attention: {name} is {value!r}; it must be a number.") from None
+
+
+def _refuse_tensors(**tensors: Any) -> None:
+    """Refuse what would go wrong or give unclear errors below: DTensors, and the transforms of torch.func."""
+    for name, t in tensors.items():
+        if t is None and name == "sinks":
+            continue
+        if not isinstance(t, Tensor):
+            raise ValueError(f"ring_attention: {name} is a {type(t).__name__}; it must be a tensor.")
+        if isinstance(t, DTensor):
+            raise NotImplementedError(f"ring_attention: {name} is a DTensor; pass the local shard, {name}.to_local().")
+        if torch.compiler.is_compiling():
+            continue
+        if t.is_meta:
+            raise NotImplementedError(f"ring_attention: {name} is on the meta device; only real tensors are computed.")
+        # an operator would take the tangent for zero
+        if torch._C._functorch.is_functorch_wrapped_tensor(t) or forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(
+                f"ring_attention: {name} is under torch.func or forward-mode differentiation, which is not supported; "
+                "use backward or torch.autograd.grad."
+            )
 
 
 @overload
@@ -127,35 +180,47 @@ def ring_attention(
         >>> ringattn.ring_attention(q, k, v, mask=ringattn.Window(4)).shape
         torch.Size([1, 16, 2, 8])
     """
-    for name, t in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-        if isinstance(t, DTensor):
-            raise NotImplementedError(f"ring_attention: {name} is a DTensor; pass the local shard, {name}.to_local().")
+    try:
+        _refuse_tensors(q=q, k=k, v=v, sinks=sinks)
+        args = arguments(
+            mask,
+            layout,
+            group,
+            seqlen,
+            softmax_scale,
+            softcap,
+            dropout_p,
+            seed,
+            head_offset,
+            backend,
+            deterministic,
+            timeout,
+            validate,
+        )
+    except (ValueError, NotImplementedError) as error:
+        _tell(error, group, timeout, validate)
+        raise
     if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    args = arguments(
-        mask,
-        layout,
-        group,
-        seqlen,
-        softmax_scale,
-        softcap,
-        dropout_p,
-        seed,
-        head_offset,
-        backend,
-        deterministic,
-        timeout,
-        validate,
-    )
     out, lse = ops.attention([q], [k], [v], sinks, args)
     return (out[0], lse[0]) if return_lse else out[0]
+
+
+def _tell(error: Exception, group: Any, timeout: Any, validate: bool) -> None:
+    """Raise `error` on every rank, where the group is one and the ranks compare at all."""
+    try:
+        name = group_name(group)
+    except ValueError:
+        return
+    if validate and name and not name.startswith("virtual:"):
+        share_verdict(error, group, timeout if isinstance(timeout, int | float) and timeout > 0 else None)
 
 
 def _process_group(group: Any) -> dist.ProcessGroup | None:
     """The process group of a group or mesh; None for a ring of one."""
     name = group_name(group)
-    return dist.distributed_c10d._resolve_process_group(name) if name else None
+    return resolve_group(name) if name else None
 
 
 def _sizes(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -243,7 +308,12 @@ def shard(x: Tensor, layout: Layout = "zigzag", group: Any = None, dim: int = 1)
 
 
 def unshard(
-    local: Tensor, layout: Layout = "zigzag", group: Any = None, dim: int = 1, seqlen: int | None = None
+    local: Tensor,
+    layout: Layout = "zigzag",
+    group: Any = None,
+    dim: int = 1,
+    seqlen: int | None = None,
+    timeout: float | None = None,
 ) -> Tensor:
     """The whole tensor on every rank of `group`, in global order, out of each rank's rows: the inverse of `shard`.
 
@@ -251,21 +321,29 @@ def unshard(
 
     Args:
         local: this rank's rows along `dim`. seqlen: global tokens; needed only where shards differ in length; default: local rows
-            times world size.
+            times world size. timeout: seconds that ranks wait for each other's arguments; default: the group's own.
 
     Raises:
-        ValueError: `local` does not have the rows that the layout gives this rank.
+        ValueError: on some rank `local` does not have the rows that the layout gives it, or ranks disagree; on every rank.
     """
     process_group = _process_group(group)
     rank, world_size = _sizes(process_group)
-    dim = _dim("unshard", local, dim)
-    seqlen = local.shape[dim] * world_size if seqlen is None else seqlen
-    rows = len(layouts.positions(layout, seqlen, world_size, rank))
-    if local.shape[dim] != rows:
-        raise ValueError(
-            f"unshard: rank {rank} has {local.shape[dim]} rows and the layout gives it {rows} of seqlen {seqlen}; they must agree. "
-            "Pass seqlen where shards differ in length."
-        )
+    refused, card = None, None
+    try:
+        dim = _dim("unshard", local, dim)
+        seqlen = local.shape[dim] * world_size if seqlen is None else seqlen
+        rows = len(layouts.positions(layout, seqlen, world_size, rank))
+        if local.shape[dim] != rows:
+            raise ValueError(
+                f"unshard: rank {rank} has {local.shape[dim]} rows and the layout gives it {rows} of seqlen {seqlen}; "
+                "they must agree. Pass seqlen where shards differ in length."
+            )
+        others = [n for d, n in enumerate(local.shape) if d != dim]
+        card = {"dim": str(dim), "the other dims": str(others), "dtype": str(local.dtype), "seqlen": str(seqlen)}
+        card["layout"] = layouts.fingerprint(layout)
+    except ValueError as error:
+        refused = error
+    share_verdict(refused, group, timeout, card, who="unshard")
     return _Unshard.apply(local, layout, process_group, dim, seqlen)
 
 

@@ -1,30 +1,22 @@
-"""From the arguments of one attention call to everything that runs it, with the same verdict on every rank.
-
-A rank alone cannot know that another disagrees. So each rank puts what it was asked, or why it refuses, on a card of fixed size,
-and all ranks read all cards before anything else moves.
-"""
+"""From the arguments of one attention call to everything that runs it, with the same verdict on every rank."""
 
 import dataclasses
-import datetime
-import json
 import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ringattn import handshake, masks
 from ringattn import layout as layouts
-from ringattn import masks
 from ringattn.kernels import Backend, Options, Request, choose
 from ringattn.layout import Layout
 from ringattn.masks import Mask
 from ringattn.plan import Plan, build_plan
-from ringattn.transport import Transport, cpu_group, transports
+from ringattn.transport import Transport, transports
 
 __all__ = ["Arguments", "Call", "prepare"]
 
-CARD_BYTES = 1536
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -72,19 +64,19 @@ def prepare(
         raise ValueError(
             f"ring_attention: got {len(q)}, {len(k)}, {len(v)} shards of q, k, v for {len(ring)} ranks; one each is needed."
         )
-    mask = masks.decode(args.codes[0])
-    layout = layouts.decode(args.layout, args.codes[-1] if len(args.codes) > 1 else None)
     calls: list[Call | Exception] = []
     for transport, *shards in zip(ring, q, k, v, strict=True):
         try:
+            mask = masks.decode(args.codes[0])
+            layout = layouts.decode(args.layout, args.codes[-1] if len(args.codes) > 1 else None)
             calls.append(_checked(*shards, sinks, mask, layout, transport, args))
-        except (ValueError, NotImplementedError) as error:
+        except Exception as error:  # whatever a mask of the user's own may raise: the others must hear of it
             calls.append(error)
     if args.validate and ring[0].world_size > 1:
         cards = [_card(call, shard, sinks) for call, shard in zip(calls, zip(q, k, v, strict=True), strict=True)]
         if len(cards) < ring[0].world_size:
-            cards = _all_cards(cards[0], ring[0], args)
-        _agree(cards)
+            cards = handshake.exchange(cards[0], args.group, args.timeout)
+        handshake.compare(cards)
     for call in calls:
         if isinstance(call, Exception):
             raise call
@@ -144,6 +136,8 @@ def _checked(
         raise ValueError(
             f"{name}: timeout is {args.timeout}; it must be positive seconds, or None for the group's own."
         )
+    if not 0 <= args.head_offset < 2**31:
+        raise ValueError(f"{name}: head_offset is {args.head_offset}; it must be at least 0 and below 2**31.")
     if args.deterministic == "bitwise":
         raise NotImplementedError(
             f"{name}: deterministic='bitwise' is not supported yet; deterministic=False already gives the same bits on two runs of one setting."
@@ -179,13 +173,10 @@ def _checked(
     return Call(plan, transport, choose(args.backend, request), options)
 
 
-def _card(call: Call | Exception, shards: tuple[Tensor, ...], sinks: Tensor | None) -> dict[str, str]:
+def _card(call: Call | Exception, shards: tuple[Tensor, ...], sinks: Tensor | None) -> handshake.Card:
     """What a rank tells the others: all that must be the same, or its error."""
     if isinstance(call, Exception):
-        text = str(call)
-        while len(json.dumps(text)) > CARD_BYTES - 100:  # quotes and letters beyond ASCII take several bytes
-            text = text[: len(text) * 9 // 10]
-        return {"error": text, "type": type(call).__name__}
+        return handshake.card_of(call)
     plan, (q, k, v) = call.plan, shards
     return {
         "batch": str(q.shape[0]),
@@ -200,44 +191,3 @@ def _card(call: Call | Exception, shards: tuple[Tensor, ...], sinks: Tensor | No
         "options": repr(call.options),
         "backend": call.backend.name,
     }
-
-
-def _all_cards(card: dict[str, str], transport: Transport, args: Arguments) -> list[dict[str, str]]:
-    """Every rank's card, by one all-gather of fixed size on a CPU group."""
-    text = json.dumps(card).encode()
-    assert len(text) < CARD_BYTES, text
-    mine = torch.zeros(CARD_BYTES, dtype=torch.uint8, device="cpu")
-    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    theirs = [torch.zeros_like(mine) for _ in range(transport.world_size)]
-    try:
-        work = dist.all_gather(theirs, mine, group=cpu_group(args.group), async_op=True)
-        if args.timeout is None:
-            work.wait()
-        else:
-            work.wait(datetime.timedelta(seconds=args.timeout))
-    except RuntimeError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RuntimeError(
-            f"ring_attention: rank {transport.rank} of {transport.world_size} got no answer from every rank before hop 0: {reason}; a rank died, "
-            "left, or makes another call. Look at the other ranks' logs first."
-        ) from error
-    return [json.loads(bytes(t.numpy()).rstrip(b"\0")) for t in theirs]
-
-
-def _agree(cards: list[dict[str, str]]) -> None:
-    """Raise the same error on every rank, unless all cards are equal."""
-    for rank, card in enumerate(cards):
-        if "error" in card:
-            kind = NotImplementedError if card["type"] == "NotImplementedError" else ValueError
-            same = all(other.get("error") == card["error"] for other in cards)
-            where = "" if same else f" (found on rank {rank} of {len(cards)})"
-            raise kind(card["error"] + where)
-    for field in cards[0]:
-        holders: dict[str, list[int]] = {}
-        for rank, card in enumerate(cards):
-            holders.setdefault(card[field], []).append(rank)
-        if len(holders) > 1:
-            said = "; ".join(
-                f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in holders.items()
-            )
-            raise ValueError(f"ring_attention: ranks disagree on {field}: {said}; every rank must pass the same.")

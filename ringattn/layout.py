@@ -186,4 +186,5 @@ def positions(layout: Layout, seqlen: int, world_size: int, rank: int) -> Tensor
         tensor([2, 3, 4, 5])
     """
     parts = [np.arange(r.start, r.stop, r.step, dtype=np.int64) for r in ranges(layout, seqlen, world_size, rank)]
-    return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64))
+    with torch.inference_mode(False):  # it is remembered, and training may use it next
+        return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64))

@@ -7,6 +7,7 @@ fingerprint that ranks compare and the form in which it enters a graph of `torch
 import dataclasses
 import functools
 import hashlib
+import operator
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -33,6 +34,8 @@ __all__ = [
 Intervals = tuple[tuple[Tensor, Tensor], ...]
 
 NO_END = 2**31 - 1  # a `hi` that every sequence clips
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 _KINDS: dict[int, type["Mask"]] = {}
 
@@ -80,8 +83,15 @@ class Mask:
 
     def _seal(self, ints: Sequence[int], *parts: Tensor) -> None:
         """Build `code`; the last line of every `__post_init__`."""
-        head = torch.tensor([self.KIND, *ints], dtype=torch.int64, device="cpu")
-        object.__setattr__(self, "code", torch.cat([head, *parts]) if parts else head)
+        code = torch.tensor([self.KIND, *ints], dtype=torch.int64, device="cpu")
+        if parts:
+            code = torch.cat([code, *parts])
+        if (
+            not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        ):  # autograd keeps it when the mask is used in training
+            with torch.inference_mode(False):
+                code = code.clone()
+        object.__setattr__(self, "code", code)
 
     @functools.cached_property
     def _bytes(self) -> bytes:
@@ -145,9 +155,18 @@ def _kind(cls: type) -> type:
 
 
 def _count(owner: str, name: str, value: object, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    number = value if isinstance(value, int) else _index(value)
+    if number is None or isinstance(number, bool) or not least <= number < 2**62:
         raise ValueError(f"{owner}: {name} is {value!r}; it must be an integer of at least {least}.")
-    return value
+    return number
+
+
+def _index(value: Any) -> int | None:
+    """An integer of numpy or torch as Python's; None where it is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 @_kind
@@ -209,14 +228,14 @@ class Window(Mask):
     KIND = 3
 
     def __post_init__(self) -> None:
-        sides = [
-            -1 if n is None else _count("Window", name, n) for name, n in (("left", self.left), ("right", self.right))
-        ]
-        self._seal(sides)
+        for name in ("left", "right"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _count("Window", name, getattr(self, name)))
+        self._seal([-1 if n is None else n for n in (self.left, self.right)])
 
     def intervals(self, q_pos: Tensor) -> Intervals:
         lo = torch.zeros_like(q_pos) if self.left is None else (q_pos - self.left).clamp(min=0)
-        hi = torch.full_like(q_pos, NO_END) if self.right is None else q_pos + self.right + 1
+        hi = torch.full_like(q_pos, NO_END) if self.right is None else q_pos + min(self.right, NO_END) + 1
         return ((lo, hi),)
 
     @classmethod
@@ -241,7 +260,7 @@ class Documents(Mask):
     KIND = 4
 
     def __post_init__(self) -> None:
-        cu = _ints(self.cu_seqlens)
+        cu = _ints("Documents", "cu_seqlens", self.cu_seqlens)
         object.__setattr__(self, "cu_seqlens", cu)
         if len(cu) < 2 or cu[0] != 0:
             raise ValueError(
@@ -279,7 +298,9 @@ class Chunked(Mask):
     KIND = 5
 
     def __post_init__(self) -> None:
-        self._seal([_count("Chunked", "size", self.size, 1), _count("Chunked", "offset", self.offset)])
+        object.__setattr__(self, "size", _count("Chunked", "size", self.size, 1))
+        object.__setattr__(self, "offset", _count("Chunked", "offset", self.offset))
+        self._seal([self.size, self.offset])
 
     def intervals(self, q_pos: Tensor) -> Intervals:
         start = torch.div(q_pos - self.offset, self.size, rounding_mode="floor") * self.size + self.offset
@@ -298,7 +319,8 @@ class PrefixLM(Mask):
     KIND = 6
 
     def __post_init__(self) -> None:
-        self._seal([_count("PrefixLM", "prefix", self.prefix)])
+        object.__setattr__(self, "prefix", _count("PrefixLM", "prefix", self.prefix))
+        self._seal([self.prefix])
 
     def intervals(self, q_pos: Tensor) -> Intervals:
         return ((torch.zeros_like(q_pos), (q_pos + 1).clamp(min=self.prefix)),)
@@ -320,7 +342,9 @@ class Spans(Mask):
     KIND = 7
 
     def __post_init__(self) -> None:
-        spans = tuple((a, b) for a, b in (_ints(pair) for pair in self.starts_ends))
+        spans = tuple(_ints("Spans", "a span", pair) for pair in self.starts_ends)
+        if any(len(span) != 2 for span in spans):
+            raise ValueError(f"Spans: starts_ends is {self.starts_ends!r}; it must hold pairs (start, end).")
         object.__setattr__(self, "starts_ends", spans)
         end = 0
         for start, stop in spans:
@@ -364,6 +388,8 @@ class Bounds(Mask):
         for name in ("lo", "hi"):
             value = getattr(self, name)
             value = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+            if value.dtype not in _INTEGERS:
+                raise ValueError(f"Bounds: {name} is {value.dtype}; it must hold integers.")
             # a copy: the caller may write to theirs
             object.__setattr__(self, name, value.to("cpu", torch.int64, copy=True).contiguous())
         if self.lo.shape != self.hi.shape or self.lo.dim() not in (1, 2):
@@ -408,7 +434,7 @@ class Rows(Mask):
     KIND = 9
 
     def __init__(self, *masks: Mask) -> None:
-        if not masks or any(m.batch is not None for m in masks):
+        if not masks or any(not isinstance(m, Mask) or m.batch is not None for m in masks):
             raise ValueError(
                 f"Rows: got {masks}; it needs one mask for each batch row, none of them for a whole batch."
             )
@@ -508,8 +534,13 @@ def _without(piece: tuple[Tensor, Tensor], taken: tuple[Tensor, Tensor]) -> Inte
     return tuple((a, b) for a, b in (left, right, whole) if bool((a < b).any()))
 
 
-def _ints(values: Any) -> tuple[int, ...]:
-    return tuple(values.tolist()) if isinstance(values, Tensor | np.ndarray) else tuple(int(v) for v in values)
+def _ints(owner: str, name: str, values: Any) -> tuple[int, ...]:
+    if isinstance(values, Tensor | np.ndarray):
+        values = values.tolist()
+    found = tuple(v if isinstance(v, int) else _index(v) for v in values) if isinstance(values, Iterable) else (None,)
+    if any(v is None or isinstance(v, bool) for v in found):
+        raise ValueError(f"{owner}: {name} is {values!r}; it must be a sequence of integers.")
+    return typing.cast(tuple[int, ...], found)
 
 
 def _short(values: Sequence[int]) -> str:

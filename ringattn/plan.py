@@ -259,6 +259,8 @@ def build_plan(mask: Mask, layout: Layout, seqlen: int, world_size: int, rank: i
         >>> [hop.offset for hop in build_plan(Window(3), "contiguous", 64, 8, 0).hops]
         [0, 1]
     """
+    if not isinstance(mask, Mask):
+        raise ValueError(f"build_plan: mask is {mask!r}; it must be a mask such as ringattn.Causal().")
     if seqlen < 0 or world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(
             f"build_plan: seqlen {seqlen}, world_size {world_size}, rank {rank}; needs seqlen >= 0 and 0 <= rank < world_size."

@@ -246,7 +246,8 @@ def backward(
     dsinks = None
     if sinks is not None:
         # a sink is a key with value 0 whose logit is its own: dlogit = -p * delta
-        weight = torch.exp(sinks.to(dtype)[:, None] - lse)
+        # where lse is -inf the sink is too, and weighs nothing
+        weight = torch.exp(sinks.to(dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
         dsinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 

@@ -8,7 +8,6 @@ by order. `process_group` serves NCCL and gloo; `virtual` is W ranks in one proc
 import collections
 import dataclasses
 import datetime
-import functools
 import itertools
 import weakref
 from typing import Protocol
@@ -93,7 +92,7 @@ class ProcessGroupTransport(_Base):
         self.group, self.timeout = group, timeout
 
     def connect(self, device: torch.device) -> None:
-        _warm_up(self.group.group_name, device.type)
+        _warm_up(self.group, device.type)
 
     def exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
         self.record("post", offset)
@@ -161,26 +160,32 @@ def _waits_on_host(group: dist.ProcessGroup, device_type: str) -> bool:
     return device in group._device_types and group._get_backend(device).name() in ("gloo", "mpi", "ucc")
 
 
-@functools.lru_cache(None)
-def _warm_up(name: str, device_type: str) -> None:
+# By group and not by name: a name is used again once the groups of a process have been destroyed.
+_warm: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+_cpu_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+
+
+def _warm_up(group: dist.ProcessGroup, device_type: str) -> None:
     """Make NCCL connect all ranks of a group now: where its first call is a batch of sends, every rank would have to be in it."""
-    group = _resolve(name)
-    if device_type == "cuda" and not _waits_on_host(group, device_type):
+    if device_type == "cuda" and group not in _warm and not _waits_on_host(group, device_type):
+        _warm.add(group)
         dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
 
 
-def _resolve(name: str) -> dist.ProcessGroup:
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name."""
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-@functools.lru_cache(None)
-def cpu_group(name: str) -> dist.ProcessGroup:
+def cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks that takes CPU tensors: the group itself where it can, else a gloo group beside it."""
-    group = _resolve(name)
     if _waits_on_host(group, "cpu"):
         return group
-    # only the members make it: another ring of the same job may be elsewhere
-    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+    if group not in _cpu_groups:
+        # only the members make it: another ring of the same job may be elsewhere
+        ranks = dist.get_process_group_ranks(group)
+        _cpu_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _cpu_groups[group]
 
 
 # ---- W ranks in one process -----------------------------------------------------------------------------------------------------
@@ -307,5 +312,6 @@ def transports(name: str, timeout: float | None = None) -> list[Transport]:
             raise RuntimeError(
                 f"ring_attention: the virtual ring {name} is gone; keep the object that virtual() returned."
             )
+        world.messages.clear()  # what a call that failed may have left
         return [VirtualTransport(world, rank) for rank in range(world.world_size)]
-    return [ProcessGroupTransport(_resolve(name), timeout)]
+    return [ProcessGroupTransport(resolve_group(name), timeout)]

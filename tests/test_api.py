@@ -193,21 +193,99 @@ def test_shard_and_unshard_refuse():
         "per_document: its documents have 4 tokens and the sequence {n}; they must agree.",
         "group is a str; it must be a ProcessGroup, a one-dimensional DeviceMesh or None.",
     ]
-    # one after the other, since a rank that refuses does not meet the others
-    first, second = processes.run(2, refuse_alone)
-    assert first == f"unshard: rank 0 has 2 rows and the layout gives it 3 of seqlen 7; {remedy}"
-    assert second == f"unshard: rank 1 has 5 rows and the layout gives it 4 of seqlen 7; {remedy}"
+    refusal = f"unshard: rank 0 has 2 rows and the layout gives it 3 of seqlen 7; {remedy} (found on rank 0 of 2)"
+    disagreement = "unshard: ranks disagree on dtype: torch.float32 on rank 0; torch.float64 on rank 1; every rank must pass the same."
+    for said in processes.run(2, refuse_unshard):
+        assert said == [refusal, disagreement]
     for n, said in ((2, refusals(2)), (3, refusals(3))):
         assert said == [text.format(shape=(1, n), n=n) for text in shared]
     with pytest.raises(ValueError, match=r"shard: dim is -3 and the tensor has shape \(1, 2\); it must be one of its"):
         ra.shard(torch.zeros(1, 2), dim=-3)
 
 
-def refuse_alone(rank, world_size):
-    try:
-        ra.unshard(torch.zeros(1, 5 if rank else 2), "contiguous", dist.group.WORLD, seqlen=7)
-    except ValueError as error:
-        return str(error)
+def refuse_unshard(rank, world_size):
+    said = []
+    for local, seqlen in (
+        (torch.zeros(1, 4 if rank else 2), 7),  # wrong on rank 0 only
+        (torch.zeros(1, 4, dtype=torch.float64 if rank else torch.float32), 8),
+    ):
+        with pytest.raises(ValueError) as info:  # noqa: PT011
+            ra.unshard(local, "contiguous", dist.group.WORLD, seqlen=seqlen, timeout=30)
+        said.append(str(info.value))
+    return said
+
+
+WRONG_TYPES = [
+    ({"mask": None}, r"ring_attention: mask is None; it must be a mask such as ringattn.Causal\(\)"),
+    ({"layout": None}, r"layout is None; it must be a name or a value such as ringattn.per_document"),
+    ({"seed": 1.5}, r"seed is 1\.5; it must be an integer"),
+    ({"seed": 2**64}, r"seed is 18446744073709551616; it must have 64 bits at most"),
+    ({"seqlen": 8.5}, r"seqlen is 8\.5; it must be an integer"),
+    ({"softcap": "a"}, r"softcap is 'a'; it must be a number"),
+    ({"deterministic": True}, r"deterministic is 'True'; it must be False or 'bitwise'"),
+    ({"head_offset": -1}, r"head_offset is -1; it must be at least 0"),
+    ({"sinks": [0.0, 0.0]}, r"sinks is a list; it must be a tensor"),
+]
+
+
+def wrong_type_on_rank_0(rank, world_size):
+    q, said = torch.randn(1, 4, 2, 8), []
+    for wrong, _ in WRONG_TYPES:
+        with pytest.raises(ValueError) as info:  # noqa: PT011
+            ra.ring_attention(q, q, q, group=dist.group.WORLD, timeout=30, **({} if rank else wrong))
+        said.append(str(info.value))
+    return said, ra.ring_attention(q, q, q, group=dist.group.WORLD, timeout=30).shape
+
+
+def test_an_argument_of_a_wrong_type_on_one_rank_is_an_error_on_all():
+    for said, shape in processes.run(2, wrong_type_on_rank_0):
+        assert shape == (1, 4, 2, 8)
+        for text, (_, pattern) in zip(said, WRONG_TYPES, strict=True):
+            assert re.search(pattern + r".*\(found on rank 0 of 2\)", text), text
+
+
+@pytest.mark.parametrize("transform", ["jvp", "grad", "vmap", "dual"])
+def test_transforms_are_refused_and_never_silently_wrong(transform):
+    q = torch.randn(1, 6, 2, 4)
+
+    def attention(x):
+        return ra.ring_attention(x, q, q)
+
+    def by_dual():
+        with torch.autograd.forward_ad.dual_level():
+            attention(torch.autograd.forward_ad.make_dual(q, q))
+
+    calls = {
+        "jvp": lambda: torch.func.jvp(attention, (q,), (q,)),
+        "grad": lambda: torch.func.grad(lambda x: attention(x).sum())(q),
+        "vmap": lambda: torch.vmap(attention)(torch.stack([q, q])),
+        "dual": by_dual,
+    }
+    with pytest.raises(NotImplementedError, match=r"q is under torch.func or forward-mode .*; use backward or"):
+        calls[transform]()
+
+
+def events_of_a_gloo_ring(rank, world_size):
+    from ringattn import kernels, plan, schedule, transport
+
+    events, x = [], torch.randn(1, 8, 2, 4)
+    a_plan = plan.build_plan(ra.Causal(), "zigzag", 8 * world_size, world_size, rank)
+    ring = transport.ProcessGroupTransport(dist.group.WORLD, 30, events)
+    ring.connect(x.device)
+    options, backend = kernels.Options(0.5), kernels.backends()["reference"]
+    out, lse = schedule.drive([schedule.forward(a_plan, ring, backend, x, x, x, None, options)])[0]
+    schedule.drive([schedule.backward(a_plan, ring, backend, out, lse * 0, x, x, x, None, out, lse, options)])
+    return events
+
+
+def test_events_over_processes_are_those_of_the_virtual_ring():
+    world_size = 3
+    ring = virtual(world_size)
+    x = torch.randn(1, 8 * world_size, 2, 4, requires_grad=True)
+    outs = ring.attention(*[ring.shard(x)] * 3)
+    sum(o.sum() for o in outs).backward()
+    for rank, events in enumerate(processes.run(world_size, events_of_a_gloo_ring)):
+        assert events == [e for e in ring.events if e[0] == rank]
 
 
 def refusals(n):

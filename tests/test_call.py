@@ -279,6 +279,21 @@ ODD = {
         "ValueError",
         r"layout is 'é{100,} \(found on rank 1 of 3\)",
     ),
+    "mask for another length": (
+        {"mask": ra.Documents((0, 4, 9))},
+        "ValueError",
+        r"build_plan: mask Documents is for 9 tokens and the sequence has 12; they must agree\. \(found on rank 1 of 3\)",
+    ),
+    "head count": (
+        {"heads": 3},
+        "ValueError",
+        r"ring_attention: k has 2 heads and q has 3; q's heads must be a multiple of k's\. \(found on rank 1 of 3\)",
+    ),
+    "shards of other lengths without seqlen": (
+        {"rows": 3},
+        "ValueError",
+        rf"ring_attention: ranks disagree on seqlen: 12 on ranks 0, 2; 9 on rank 1; {SAME}",
+    ),
     "sinks on one rank only": (
         {"sinks": torch.zeros(H, dtype=torch.float64)},
         "ValueError",
@@ -327,8 +342,9 @@ def attend_to_odd(rank, world_size, q, k, v, names):
             kwargs = dict(ODD[name][0]) if rank == 1 else {}
             batch, kv_heads, v_dim = kwargs.pop("batch", B), kwargs.pop("kv_heads", HKV), kwargs.pop("v_head_dim", D)
             dtype = kwargs.pop("dtype", q.dtype)
-            odd = [x[:batch].to(dtype) for x in mine]
-            odd = [odd[0], odd[1][:, :, :kv_heads], odd[2][:, :, :kv_heads, :v_dim]]
+            odd = [x[:batch, : kwargs.get("rows")].to(dtype) for x in mine]
+            odd = [odd[0][:, :, : kwargs.pop("heads", H)], odd[1][:, :, :kv_heads], odd[2][:, :, :kv_heads, :v_dim]]
+            kwargs.pop("rows", None)
             try:
                 ra.ring_attention(*odd, group=group, timeout=30, **kwargs)
             except (ValueError, NotImplementedError) as error:
@@ -364,22 +380,6 @@ def test_an_error_ends_every_rank():
     assert {rank: error[:2] for rank, error in info.value.errors.items()} == dict.fromkeys(
         range(3), ("ValueError", message)
     )
-
-
-def attend_with_a_default_device(rank, world_size, q):
-    x = ra.shard(q, group=dist.group.WORLD).requires_grad_()
-    with torch.device("meta"):
-        for mask in (ra.Documents((0, 3, 8)), ra.Spans(((1, 4),)) | ra.Window(2, 2)):
-            out = ra.ring_attention(x, x, x, mask=mask, group=dist.group.WORLD, dropout_p=0.2, seed=3)
-            out.sum().backward()
-    return ra.unshard(out.detach(), group=dist.group.WORLD)
-
-
-def test_a_default_device_of_the_users_changes_nothing():
-    q = torch.randn(1, 8, 2, 4, dtype=torch.float64)
-    want = naive_attention(q, q, q, ra.Spans(((1, 4),)) | ra.Window(2, 2), dropout_p=0.2, seed=3)
-    for out in processes.run(2, attend_with_a_default_device, q):
-        assert_matches(out, want, rtol=1e-12)
 
 
 def two_are_wrong(rank, world_size):

@@ -149,6 +149,20 @@ def test_half_precision_is_summed_in_double():
     assert norm.item() == pytest.approx(70_000**0.5 * layer.weight.grad[0].item(), rel=1e-6)
 
 
+def clip_absent(rank, world_size, sizes):
+    """The norm where one rank has no gradient for a sharded parameter."""
+    model, whole = mixed(sizes)
+    if rank == 1:
+        model.rows.grad = None
+    whole["rows"] = whole["rows"][:4]  # rank 0 has rows 0 to 3 of 7
+    want = torch.linalg.vector_norm(torch.cat([g.flatten() for g in whole.values()]))
+    return clip_grad_norm_(model, 1.0).item() / want.item()
+
+
+def test_a_gradient_may_be_absent_on_some_ranks():
+    assert run(2, clip_absent, (1, 2, 1, 1)) == pytest.approx([1.0] * 2, rel=1e-13)
+
+
 def test_without_gradients_the_norm_is_zero():
     assert clip_grad_norm_(nn.Linear(2, 2), 1.0).item() == 0.0
 

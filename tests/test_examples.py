@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="needs ringattn[hf]")
 
-from examples.train_nd import TEXT_BYTES, build_model, get_batch, load_tokens, parse_args, read_text
+from examples.train_nd import TEXT_BYTES, build_model, get_batch, load_tokens, parse_args, read_text, save_model
+from ndwrap import NDConfig, init_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--sequence-length", "128", "--num-steps", "3", "--hidden-size", "32", "--device", "cpu"]
@@ -101,6 +103,52 @@ def test_an_unknown_key_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse_args(["--config", str(tmp_path / "config.yaml")])
     assert "'context_size' is not an argument of this script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dtype: bf16", "argument --dtype: invalid choice: 'bf16'"),
+        ("num-steps: 1.9", "argument --num-steps: invalid int value: '1.9'"),
+        ("num-steps: true", "argument --num-steps: invalid int value: 'True'"),
+        ("activation-checkpointing: perhaps", "--no-activation-checkpointing: ignored explicit argument 'perhaps'"),
+        ("text: [a, b]", "text is ['a', 'b']; it must be a single value"),
+        ("- num-steps", "it must hold a mapping, argument: value, and holds a list"),
+        ("a: b: c", "it must be a readable YAML file"),
+        ("help: true", "'help' is not an argument of this script"),
+        ("num-step: 1", "'num_step' is not an argument of this script"),
+    ],
+)
+def test_a_config_is_checked_like_the_command_line(tmp_path, capsys, text, message):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        parse_args(["--config", str(tmp_path / "config.yaml")])
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_may_be_empty_and_hold_nothing_or_negative_numbers(tmp_path):
+    config = tmp_path / "config.yaml"
+    for text, seed in (("", 0), ("seed:", 0), ("seed: -3\nactivation_checkpointing: no", -3)):
+        config.write_text(text)
+        args = parse_args(["--config", str(config)])
+        assert (args.seed, args.activation_checkpointing) == (seed, False)
+    config.write_text("activation-checkpointing: true")
+    assert not parse_args(["--config", str(config), "--no-activation-checkpointing"]).activation_checkpointing
+
+
+def test_the_tokenizer_is_saved_with_the_model(tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path / "name")
+    init_mesh(NDConfig(), "cpu")
+    try:
+        save_model(tmp_path / "end", build_model(parse_args(SMALL)), str(tmp_path / "name"))
+    finally:
+        dist.destroy_process_group()
+    assert AutoTokenizer.from_pretrained(tmp_path / "end")("a")["input_ids"] == [1]
 
 
 def test_a_checkpoint_needs_a_folder(capsys):

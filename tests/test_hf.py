@@ -24,6 +24,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 from ringattn import hf  # noqa: E402
 from ringattn.hf.attention import attention  # noqa: E402
 from ringattn.layout import positions  # noqa: E402
+from ringattn.transport import VirtualWorld  # noqa: E402
 
 VOCAB, HIDDEN = 64, 32
 TIGHT, LOSS = 1e-12, 5e-6  # fp64 throughout; transformers' loss function works in fp32
@@ -427,6 +428,29 @@ def test_the_mean_over_data_ranks_is_one_process(how: str) -> None:
     assert sum(mine for mine, _ in results) / 3 == pytest.approx(results[0][1], rel=LOSS)
 
 
+def refused_on_rank_0(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[str, str, dict[str, float]]:
+    """How a batch ends that only rank 0 refuses, and the errors of the next."""
+    model = ring_model("llama", world_size, "zigzag")
+    with pytest.raises((ValueError, NotImplementedError)) as refused:
+        model(**{"input_ids": IDS, "labels": IDS, **(changes if rank == 0 else {})})
+    errors = compare(model, make("llama", "sdpa"), plain(17), rank, world_size, "zigzag")
+    return type(refused.value).__name__, str(refused.value), errors
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "token_type_ids", "labels"])
+def test_ranks_refuse_together(name: str) -> None:
+    kind, value, words = {
+        "attention_mask": ("NotImplementedError", HOLE, "attention_mask has zeros between ones in batch row 0"),
+        "token_type_ids": ("NotImplementedError", ONES, "token_type_ids is a tensor of shape (1, 6)"),
+        "labels": ("ValueError", IDS[:, :3], "labels has shape (1, 3); it must be that of the whole batch, (1, 6)"),
+    }[name]
+    for found, message, errors in run(2, refused_on_rank_0, {name: value}):
+        assert found == kind
+        assert message.startswith(f"LlamaForCausalLM with ringattn.hf: {words}")
+        assert "rank 0 of 2" in message
+        assert all(value <= LIMITS[what] for what, value in errors.items()), errors
+
+
 # ---------------------------------------------------------------------------------------------------- attach
 
 
@@ -499,6 +523,10 @@ def test_attach_refuses_heads_and_settings() -> None:
         hf.attach(make("llama"), None, loss_scale="mean")
     with pytest.raises(ValueError, match=r"layout is 'spiral'"):
         hf.attach(make("llama"), None, "spiral")
+    for name in ("group", "data_group"):
+        for value, kind in ((3, "int"), (VirtualWorld(2), "VirtualWorld")):
+            with pytest.raises(ValueError, match=rf"attach: {name} is a {kind}; it must be a ProcessGroup"):
+                hf.attach(make("llama"), **{"group": None, name: value})
 
 
 def dynamic_rope(rank: int, world_size: int, nested: bool) -> str:
@@ -540,6 +568,7 @@ HOLE = torch.tensor([[1, 1, 0, 1, 0, 0]])
         (ValueError, {"input_ids": None}, ["got no input_ids; give input_ids or inputs_embeds"]),
         (ValueError, {"inputs_embeds": ONES}, ["got input_ids and inputs_embeds"]),
         (ValueError, {"input_ids": IDS[:, :0]}, ["input_ids has shape (1, 0)", "N > 0"]),
+        (ValueError, {"input_ids": IDS[:0]}, ["input_ids has shape (0, 6)", "B > 0"]),
         (ValueError, {"labels": IDS[:, :3]}, ["labels has shape (1, 3)", "whole batch, (1, 6)"]),
         (ValueError, {"position_ids": ONES[0]}, ["position_ids has shape (6,)"]),
         (ValueError, {"cu_seq_lens_q": [0, 6]}, ["cu_seq_lens_q is [0, 6] and cu_seq_lens_k None at batch 1"]),
@@ -549,6 +578,7 @@ HOLE = torch.tensor([[1, 1, 0, 1, 0, 0]])
             {"cu_seq_lens_q": [0, 2, 6], "cu_seq_lens_k": [0, 2, 6], "max_length_k": 3},
             ["max_length_k is 3; it must not be less than the longest document, 4"],
         ),
+        (ValueError, {"cu_seq_lens_q": [], "cu_seq_lens_k": []}, ["cu_seq_lens_q is []; it must rise from 0"]),
         (ValueError, {"max_length_q": 6}, ["max_length_q is 6 without cu_seq_lens_q"]),
     ],
 )
@@ -556,6 +586,35 @@ def test_the_model_refuses_arguments(kind: type[Exception], changes: dict[str, A
     model = hf.attach(make("llama"), None)
     with pytest.raises(kind, match="LlamaForCausalLM with ringattn.hf: .*" + ".*".join(map(re.escape, words))):
         model(**{"input_ids": IDS, **changes})
+
+
+def test_a_changed_config_is_refused() -> None:
+    model = hf.attach(make("llama"), None)
+    wanted = model(IDS).logits
+    for module in (model, model.model):
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(ValueError, match=r"attn_implementation is 'sdpa'; it must be 'ringattn' while .* attached"):
+            module(IDS)
+        model.set_attn_implementation("ringattn")
+        assert torch.equal(model(IDS).logits, wanted)
+    model.config.attention_dropout = 0.25
+    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM with ringattn.hf: attention_dropout is 0.25"):
+        model(IDS)
+
+
+def test_positions_of_any_integer_type() -> None:
+    ids, at = tokens(1, 256), restarts((3, 253))
+    model = hf.attach(make("llama"), None)
+    wanted = model(ids, position_ids=at).logits
+    assert torch.equal(model(ids, position_ids=at.to(torch.uint8)).logits, wanted)
+
+
+def test_surplus_arguments_are_refused() -> None:
+    model = hf.attach(make("llama"), None)
+    with pytest.raises(ValueError, match=r"arguments by position are 20; they must be at most \d+: input_ids, "):
+        model(IDS, *[None] * 19)
+    with pytest.raises(ValueError, match="input_ids is given by position and by name; it must be given once"):
+        model(IDS, input_ids=IDS)
 
 
 def test_the_model_refuses_labels_where_there_is_no_loss() -> None:
@@ -599,6 +658,9 @@ def told(rows: int = 4) -> hf.RingContext:
         (NotImplementedError, {"s_aux": ONES}, ["s_aux is a tensor of shape (1, 6)"]),
         (NotImplementedError, {"position_bias": ONES}, ["position_bias is a tensor"]),
         (NotImplementedError, {"anything": {}}, ["anything is a dict"]),
+        (NotImplementedError, {"anything": False}, ["anything is False; it must be None or left out"]),
+        (NotImplementedError, {"output_attentions": True}, ["output_attentions is True; it must be False or left out"]),
+        (NotImplementedError, {"use_cache": True}, ["use_cache is True; it must be False or left out"]),
         (ValueError, {"ring": told(rows=3)}, ["query has 4 rows and this rank 3 of 4; they must agree"]),
     ],
 )

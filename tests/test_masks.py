@@ -2,6 +2,7 @@ import dataclasses
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,6 +57,7 @@ def test_code_says_which_mask_it_is(name):
     assert (again, hash(again), again.fingerprint, repr(again)) == (mask, hash(mask), mask.fingerprint, repr(mask))
     assert (again.seqlen, again.batch) == (mask.seqlen, mask.batch)
     assert mask.code.dtype == torch.int64
+    torch.testing.assert_close(counts(again, SEQLEN), counts(mask, SEQLEN), rtol=0, atol=0)
 
 
 def test_different_masks_differ():
@@ -63,6 +65,7 @@ def test_different_masks_differ():
     assert len(set(every)) == len({m.fingerprint for m in every}) == len(every)
     assert ra.Window(3) != ra.Window(3, 1)
     assert ra.Window(None) != ra.Window(0)
+    assert ra.Bounds([0, 0], [1, 1]) != ra.Bounds([0, 0], [1, 2])
     assert (ra.Causal() & ra.Window(1)) != (ra.Window(1) & ra.Causal())
     assert ra.Causal() != "causal"
 
@@ -111,8 +114,12 @@ def test_cu_seqlens_may_be_a_tensor():
         (lambda: ra.Documents((0, 7, 4, 9)), r"Documents: cu_seqlens falls from 7 to 4; it must not decrease"),
         (lambda: ra.Spans(((3, 3),)), r"Spans: \(3, 3\) is empty or begins before 0"),
         (lambda: ra.Spans(((2, 6), (5, 8))), r"Spans: \(5, 8\) is empty or begins before 6; spans must be ordered"),
-        (lambda: ra.Bounds(torch.zeros(3), torch.zeros(4)), r"Bounds: lo has shape \(3,\) and hi \(4,\); both must"),
-        (lambda: ra.Bounds(torch.zeros(1, 1, 3), torch.zeros(1, 1, 3)), r"Bounds: lo has shape \(1, 1, 3\)"),
+        (lambda: ra.Bounds([0] * 3, [0] * 4), r"Bounds: lo has shape \(3,\) and hi \(4,\); both must"),
+        (lambda: ra.Bounds([[[0] * 3]], [[[0] * 3]]), r"Bounds: lo has shape \(1, 1, 3\)"),
+        (lambda: ra.Bounds(torch.zeros(3), [1] * 3), r"Bounds: lo is torch.float32; it must hold integers"),
+        (lambda: ra.Documents((0, 3.7, 6)), r"Documents: cu_seqlens is \(0, 3\.7, 6\); it must be a sequence of int"),
+        (lambda: ra.Spans((0, 2)), r"Spans: a span is 0; it must be a sequence of integers"),
+        (lambda: ra.Rows(ra.Causal(), None), r"Rows: got .*None.*; it needs one mask for each batch row"),
         (lambda: ra.Rows(), r"Rows: got \(\); it needs one mask for each batch row"),
         (lambda: ra.Rows(ra.Rows(ra.Causal())), r"Rows: got .*none of them for a whole batch"),
         (
@@ -129,6 +136,20 @@ def test_cu_seqlens_may_be_a_tensor():
 def test_refusals(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_integers_of_numpy_and_torch_and_huge_ones():
+    assert ra.Window(np.int64(2)) == ra.Window(torch.tensor(2)) == ra.Window(2)
+    ((lo, hi),) = ra.Window(2**61, 2**61).intervals(torch.arange(3))
+    assert (lo.tolist(), bool((hi >= 3).all())) == ([0, 0, 0], True)
+
+
+def test_a_mask_made_under_inference_mode_serves_training():
+    with torch.inference_mode():
+        mask = ra.Rows(ra.Documents((0, 3, 8)))
+    q = torch.randn(1, 8, 2, 4, requires_grad=True)
+    ra.ring_attention(q, q, q, mask=mask).sum().backward()
+    assert bool((q.grad != 0).any())
 
 
 def test_a_kind_number_belongs_to_one_class():

@@ -1,6 +1,7 @@
 """The axes of the mesh, which ranks its groups hold, and meshes that the processes do not fill."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ndwrap import NDConfig, global_loss, init_mesh
@@ -57,6 +58,44 @@ def test_without_torchrun_it_is_a_mesh_of_one_process():
         assert mesh["dp_cp"].size() == 1
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Two CUDA devices to look at; torch.distributed must not be started on them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    started = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    def start(backend, **kwargs):
+        started.append(backend)
+        raise InterruptedError
+
+    monkeypatch.setattr(dist, "init_process_group", start)
+    return started
+
+
+@pytest.mark.parametrize(
+    ("world_size", "local", "backend"),
+    [(2, None, "nccl"), (4, 2, "nccl"), (3, None, "gloo"), (8, 4, "gloo")],
+)
+def test_cuda_is_picked_if_every_process_of_the_host_has_a_device(monkeypatch, devices, world_size, local, backend):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local or ""))
+    with pytest.raises(InterruptedError):
+        init_mesh(NDConfig(cp_size=world_size))
+    assert devices == [backend]
+
+
+def test_more_processes_than_devices_are_refused_on_cuda(monkeypatch, devices):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(
+        ValueError, match=r"init_mesh: device_type is 'cuda'; .* 4 processes .* 2 CUDA devices, .*'cpu'"
+    ):
+        init_mesh(NDConfig(cp_size=8), "cuda")
+    assert devices == []
 
 
 def test_a_mesh_with_other_axes_is_refused():

@@ -120,6 +120,22 @@ def refusal(rank, world_size, sizes, kind):
         }.get(kind, {}),
         **{"features": {"intermediate_size": 127}}.get(kind, {}),
     )
+    if rank == 1:
+        weight = model.model.layers[1].mlp.up_proj.weight
+        if kind == "meta":
+            model.to("meta")
+        if kind == "meta_part":
+            model.lm_head.to("meta")
+        if kind == "permuted":
+            weight.data = weight.data.flip(0)
+        if kind == "shape":
+            model.model.norm.weight = torch.nn.Parameter(torch.ones(3))
+        if kind == "dtype":
+            model.model.norm.bfloat16()
+    if kind == "meta_other":
+        (model.lm_head if rank else model.model.embed_tokens).to("meta")
+    if kind == "tied" and rank == 0:
+        model.lm_head.weight = model.model.embed_tokens.weight
     if kind == "style":
         model.config.base_model_tp_plan = model.config.base_model_tp_plan | {"layers.*.mlp.up_proj": "diagonal"}
     if kind == "plan":
@@ -161,6 +177,16 @@ REFUSALS = {
         "RuntimeError",
         "parameters differ between ranks; the weights must be the same on every rank. Seed every rank alike",
     ),
+    "permuted": ("RuntimeError", "parallelize: 1 of 30 parameters differ between ranks"),
+    "meta": (
+        "RuntimeError",
+        "the number of parameters on the meta device is between 0 and 30; the model must be the same",
+    ),
+    "meta_part": ("RuntimeError", "the number of parameters on the meta device is between 0 and 1; the model"),
+    "meta_other": ("RuntimeError", "parallelize: 2 of 30 parameters differ between ranks"),
+    "shape": ("RuntimeError", "a hash of the parameters' names, shapes and dtypes is between"),
+    "dtype": ("RuntimeError", "a hash of the parameters' names, shapes and dtypes is between"),
+    "tied": ("RuntimeError", "model differs between ranks: the number of parameters is between 29 and 30, a hash of"),
 }
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import ringattn as ra
+from ringattn import plan as plan_module
 from ringattn.plan import build_plan
 from ringattn.testing import visible
 from tests.cases import SEQLEN, layouts, masks
@@ -34,6 +35,7 @@ def test_plan_against_brute_force(name, layout):
                 if hop.offset:
                     # exactly the rows that some row of the receiver sees
                     assert keys.tolist() == source.positions[reads].tolist()
+                    assert all(a.stop < b.start for a, b in itertools.pairwise(hop.recv))
                     twin = next(h for h in source.hops if h.offset == hop.offset)
                     assert twin.send == hop.recv
                 for block in hop.blocks:
@@ -116,6 +118,19 @@ def test_plans_are_values():
         plan.rank = 1
 
 
+@pytest.mark.parametrize("name", masks())
+def test_a_default_device_of_the_users_changes_nothing(name):
+    want = build_plan(masks()[name], "zigzag", SEQLEN, 2, 1)
+    build_plan.cache_clear()
+    plan_module._canonical.cache_clear()
+    with torch.device("meta"):
+        got = build_plan(want.mask, "zigzag", SEQLEN, 2, 1)
+    for hop, wanted in zip(got.hops, want.hops, strict=True):
+        assert (hop.send, hop.recv) == (wanted.send, wanted.recv)
+        for block, other in zip(hop.blocks, wanted.blocks, strict=True):
+            torch.testing.assert_close((block.lo, block.hi), (other.lo, other.hi), rtol=0, atol=0)
+
+
 def decreasing():
     lo = torch.tensor([0, 3, 2, 2])
     return ra.Bounds(lo, lo + 1)
@@ -129,7 +144,9 @@ def decreasing():
             r"Bounds: lo falls from 3 at row 1 to 2 at row 2; .* must not decrease. Split the mask with \|",
         ),
         (
-            lambda: build_plan(ra.Bounds(torch.zeros(2, 3), torch.tensor([[1, 2, 3], [1, 3, 2]])), "zigzag", 3, 1, 0),
+            lambda: build_plan(
+                ra.Bounds(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[1, 2, 3], [1, 3, 2]])), "zigzag", 3, 1, 0
+            ),
             r"Bounds: hi falls from 3 at row 1 to 2 at row 2",
         ),
         (

@@ -11,6 +11,7 @@ from ringattn.kernels import Bounds
 from ringattn.kernels.reference import Reference
 from ringattn.plan import build_plan
 from ringattn.testing import assert_matches, naive_attention, virtual, visible
+from ringattn.transport import VirtualTransport, _Messages
 from tests.cases import SEQLEN, layouts, masks
 
 FEATURES = {
@@ -279,7 +280,70 @@ def test_rows_that_see_no_key():
     assert_matches(got["lse"][..., blind], tensors[3][None, :, None].expand_as(got["lse"][..., blind]), rtol=1e-15)
 
 
+def test_a_sink_of_minus_infinity_where_a_row_sees_no_key():
+    q, k, v, sinks = inputs()
+    with torch.no_grad():
+        sinks[0] = -torch.inf
+    given = upstream(q, v)
+    options = {"mask": ra.Bounds([0] * SEQLEN, [0] * 6 + [SEQLEN] * (SEQLEN - 6)), "use_sinks": True, **given}
+    got = by_ring(2, q, k, v, sinks, layout="zigzag", **options)
+    assert got["dsinks"][0] == 0
+    assert bool(got["dsinks"].isfinite().all())
+    require_equal(
+        {n: got[n] for n in ("out", "lse")}, {n: by_oracle(q, k, v, sinks, **options)[n] for n in ("out", "lse")}, 1e-12
+    )
+
+
 # ---- what others got wrong ------------------------------------------------------------------------------------------
+
+
+def whole(ring, q, k, v, layout="zigzag", **options):
+    return ring.unshard(ring.attention(*(ring.shard(t, layout) for t in (q, k, v)), layout=layout, **options), layout)
+
+
+def test_a_window_is_not_replaced_by_causal():
+    q, k, v, _ = inputs(16)
+    got = whole(virtual(2), q, k, v, mask=ra.Window(3))[:, 15:]
+    four_keys = torch.ones(1, 4, dtype=torch.bool)
+    assert_matches(got, naive_attention(q[:, 15:], k[:, 12:], v[:, 12:], four_keys), rtol=1e-12)
+
+
+def test_sinks_take_their_share_of_every_row():
+    q, k, v, sinks = inputs(16)
+    got = whole(virtual(2), q, k, v, sinks=sinks)
+    without, lse = naive_attention(q, k, v, ra.Causal(), return_lse=True)
+    share = torch.sigmoid(lse - sinks[:, None]).transpose(1, 2)[..., None]
+    assert_matches(got, without * share, rtol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [(5, 11), (3, 6, 7), (11, 5)])
+@pytest.mark.parametrize("layout", ra.layouts())
+def test_packed_documents_are_documents_alone(lengths, layout):
+    # the last of (11, 5) is what a batch is padded with: its rows are nobody's, and take nothing from the others
+    cu_seqlens = [0, *itertools.accumulate(lengths)]
+    q, k, v, _ = inputs(cu_seqlens[-1])
+    got = whole(virtual(2), q, k, v, layout, mask=ra.Documents(cu_seqlens))
+    alone = [naive_attention(q[:, a:b], k[:, a:b], v[:, a:b], ra.Causal()) for a, b in itertools.pairwise(cu_seqlens)]
+    assert_matches(got, torch.cat(alone, 1), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("seqlen", "mask"), [(15, ra.Causal()), (16, ra.Full())], ids=repr)
+def test_no_length_or_mask_needs_another_layout(seqlen, mask):
+    q, k, v, _ = inputs(seqlen)
+    for layout, world_size in itertools.product(ra.layouts(), (2, 4)):
+        assert_matches(
+            whole(virtual(world_size), q, k, v, layout, mask=mask), naive_attention(q, k, v, mask), rtol=1e-12
+        )
+
+
+def test_steps_stay_finite_where_a_block_hides_whole_rows():
+    weight = torch.eye(8, requires_grad=True)
+    ring, x = virtual(4), torch.randn(1, 16, 2, 8)
+    for _ in range(3):
+        out = whole(ring, x @ weight, x @ weight, x, "contiguous", mask=ra.Documents((0, 3, 9, 16)))
+        (grad,) = torch.autograd.grad(out.square().sum(), weight)
+        assert_matches(grad.isfinite(), torch.ones(8, 8, dtype=torch.bool))
+        weight = (weight - 0.1 * grad).detach().requires_grad_()
 
 
 def test_error_does_not_grow_with_the_world_size():
@@ -318,6 +382,16 @@ def test_gradients_of_keys_on_other_ranks_by_finite_differences():
     assert torch.autograd.gradcheck(attention, (q, k, v))
 
 
+def test_backward_drops_the_weights_that_forward_dropped():
+    tensors = inputs(5, 1, 2, 1, 3, 2)
+    ring, options = virtual(2), {"dropout_p": 0.5, "seed": 3, "softcap": 2.0}
+
+    def attention(q, k, v, sinks):
+        return ring.unshard(ring.attention(*(ring.shard(t) for t in (q, k, v)), sinks=sinks, **options))
+
+    assert torch.autograd.gradcheck(attention, tensors)
+
+
 # ---- the comparison objects -----------------------------------------------------------------------------------------
 
 
@@ -329,15 +403,17 @@ def broken(monkeypatch, how):
         return Bounds((bounds.lo + 1), bounds.hi, bounds.q_pos, bounds.k_pos, False)
 
     def no_rescale(self, state, q, k, v, bounds, options, *, sinks, start, finish):
-        if not start:
-            state.l.mul_(1.01)
+        acc, m = state.acc.clone(), state.m.clone()
         forward(self, state, q, k, v, bounds, options, sinks=sinks, start=start, finish=finish)
+        if not (start or finish):
+            decay = torch.exp(m - state.m).transpose(1, 2)[..., None]
+            state.acc.add_(acc * (1 - decay))
 
     if how == "mask off by one":
         monkeypatch.setattr(
             Reference, "forward", lambda self, s, q, k, v, b, o, **kw: forward(self, s, q, k, v, off_by_one(b), o, **kw)
         )
-    elif how == "sum not rescaled":
+    elif how == "state not rescaled":
         monkeypatch.setattr(Reference, "forward", no_rescale)
     elif how == "block dropped":
         monkeypatch.setattr(
@@ -353,9 +429,18 @@ def broken(monkeypatch, how):
             Reference, "backward", lambda self, *args: backward(self, *args) if next(calls) % 3 else None
         )
     elif how == "not waited for":
-        from ringattn.transport import _Messages
-
         monkeypatch.setattr(_Messages, "wait", lambda self: None)
+    elif how == "gradients lost on the way home":
+        exchange = VirtualTransport.exchange
+
+        def lose(self, offset, send, recv):
+            if offset < 0 and send is not None:
+                send = torch.zeros_like(send)
+            return exchange(self, offset, send, recv)
+
+        monkeypatch.setattr(VirtualTransport, "exchange", lose)
+    else:
+        raise ValueError(how)
 
 
 def off_by_nothing(bounds, k):
@@ -365,7 +450,15 @@ def off_by_nothing(bounds, k):
 
 
 @pytest.mark.parametrize(
-    "how", ["mask off by one", "sum not rescaled", "block dropped", "gradient block dropped", "not waited for"]
+    "how",
+    [
+        "mask off by one",
+        "state not rescaled",
+        "block dropped",
+        "gradient block dropped",
+        "gradients lost on the way home",
+        "not waited for",
+    ],
 )
 def test_a_broken_ring_is_noticed(monkeypatch, how):
     tensors = inputs()

@@ -233,6 +233,27 @@ def test_a_group_is_known_by_its_backend_for_the_device_and_not_by_a_name():
             assert_matches(out, want, rtol=1e-12)
 
 
+def begin_again_with_fewer(rank, world_size, rendezvous, q):
+    ra.ring_attention(*[ra.shard(q, group=dist.group.WORLD)] * 3, group=dist.group.WORLD)
+    before = dist.group.WORLD.group_name
+    dist.destroy_process_group()
+    if rank == 2:
+        return None
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    out = ra.ring_attention(*[ra.shard(q, group=dist.group.WORLD)] * 3, group=dist.group.WORLD, timeout=30)
+    return before == dist.group.WORLD.group_name, ra.unshard(out, group=dist.group.WORLD)
+
+
+def test_a_new_group_of_an_old_name_is_another_group(tmp_path):
+    q = torch.randn(1, 12, 2, 4, dtype=torch.float64)
+    want = naive_attention(q, q, q, ra.Causal())
+    *results, none = processes.run_fresh(3, begin_again_with_fewer, str(tmp_path / "rendezvous"), q)
+    assert none is None
+    for same_name, out in results:
+        assert same_name
+        assert_matches(out, want, rtol=1e-12)
+
+
 def wait_in_vain(rank, world_size):
     """Rank 1 never sends."""
     messages = []

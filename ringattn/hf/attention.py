@@ -19,9 +19,10 @@ FIRST = "_ringattn_first"  # on the first attention module: ranks compare their 
 
 # Keyword arguments that reach an attention call and that the pre-hook has dealt with for the whole batch.
 HANDLED = (
-    *("position_ids", "use_cache", "labels", "shift_labels", "num_items_in_batch"),
+    *("position_ids", "labels", "shift_labels", "num_items_in_batch"),
     *("output_hidden_states", "return_dict"),
 )
+OFF = ("use_cache", "output_attentions")  # these may reach it too, and are refused unless they are False
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -86,8 +87,9 @@ def attention(
     if sliding_window not in ring.masks:
         raise _refused(module, "sliding_window", sliding_window, f"one of {[*ring.masks]}, as in the model's config")
     for name, extra in kwargs.items():
-        if extra is not None and extra is not False and name not in HANDLED:
-            raise _refused(module, name, extra, "None or left out")
+        if extra is None or name in HANDLED or (name in OFF and extra is False):
+            continue
+        raise _refused(module, name, extra, "False or left out" if name in OFF else "None or left out")
     for name, rows in (("query", query.shape[2]), ("key", key.shape[2]), ("value", value.shape[2])):
         if rows != max(ring.rows, 1):
             raise ValueError(

@@ -30,7 +30,7 @@ def make_masks(
     """
     starts = [set(_packed(who, given, batch, seqlen))] * batch
     if "position_ids" in given:
-        resets = (given["position_ids"].diff(dim=-1) != 1).cpu()
+        resets = (given["position_ids"].long().diff(dim=-1) != 1).cpu()  # unsigned differences wrap
         if resets.any():
             found = [set((row.nonzero().flatten() + 1).tolist()) for row in resets.expand(batch, -1)]
             starts = [a | b for a, b in zip(starts, found, strict=True)]
@@ -62,7 +62,7 @@ def _packed(who: str, given: Mapping[str, Any], batch: int, seqlen: int) -> tupl
             f"{who}: cu_seq_lens_q is {ends} and cu_seq_lens_k {ends_k} at batch {batch}; they must be equal, "
             "and the batch 1."
         )
-    if ends[0] != 0 or ends[-1] != seqlen or ends != sorted(ends):
+    if not ends or ends[0] != 0 or ends[-1] != seqlen or ends != sorted(ends):
         raise ValueError(f"{who}: cu_seq_lens_q is {ends}; it must rise from 0 to the number of tokens, {seqlen}.")
     longest = max(b - a for a, b in itertools.pairwise(ends))
     for name in lengths:

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from ringattn.handshake import share_verdict
 from ringattn.hf.attention import FIRST, NAME, Group, RingContext, text
 from ringattn.hf.batch import IGNORED, make_masks, shift
 from ringattn.layout import Layout, positions, resolve
+from ringattn.transport import VirtualWorld, group_name
 
 __all__ = ["FAMILIES", "Family", "attach"]
 
@@ -80,7 +82,8 @@ def attach(
     where `ranks` is the size of `group` times that of `data_group`. So the mean over ranks, which is what FSDP and DDP
     take of gradients, is the loss of one process with all batches. A rank without labelled tokens has loss 0.
 
-    Calling it twice with the same settings does nothing; with others, it replaces them.
+    Calling it twice with the same settings does nothing; with others, it replaces them. Arguments of the model that one
+    rank of `group` refuses raise the same error on every rank of `group`.
 
     Args:
         model: a causal LM or bare decoder of a family in `FAMILIES`, loaded with `attn_implementation="ringattn"`.
@@ -90,13 +93,13 @@ def attach(
             labelled tokens over all data ranks and accumulated micro-batches; "caller" hands the caller's
             `num_items_in_batch` to the loss function untouched.
         data_group: ranks that hold other batches, over which labelled tokens are counted (one all-reduce); None
-            (default): this batch is all there is.
+            (default): this batch is all there is. Every data rank must pass labels, and `num_items_in_batch`, or none.
         backend: block kernels, "auto" by default.
         timeout: seconds that a hop may take; None (default) is the group's.
 
     Raises:
         NotImplementedError: the model's family, class, layer types, rope type or attention dropout has no support.
-        ValueError: `attn_implementation`, `loss_scale` or `layout` is wrong.
+        ValueError: `attn_implementation`, `group`, `loss_scale`, `data_group` or `layout` is wrong.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -107,6 +110,8 @@ def attach(
         >>> attach(model, None)(torch.zeros(1, 5, dtype=torch.long)).logits.shape
         torch.Size([1, 5, 8])
     """
+    _check_group("group", group)
+    _check_group("data_group", data_group)
     _check_model(model, _size(group))
     if loss_scale not in ("fsdp", "caller"):
         raise ValueError(f"ringattn.hf.attach: loss_scale is {loss_scale!r}; it must be 'fsdp' or 'caller'.")
@@ -117,7 +122,7 @@ def attach(
         return model
     for handle in handles:
         handle.remove()
-    decoder = getattr(model, model.base_model_prefix, model)
+    decoder = _decoder(model)
     handles = []
     for module in (model,) if decoder is model else (model, decoder):
         hook = _Hook(settings, _parameters(module), is_outer=module is not decoder)
@@ -126,6 +131,19 @@ def attach(
     setattr(decoder.layers[0].self_attn, FIRST, True)
     setattr(model, _STATE, (settings, tuple(handles)))
     return model
+
+
+def _check_group(name: str, group: object) -> None:
+    """Refuse what is no group of processes."""
+    who = "ringattn.hf.attach"
+    try:
+        group_name(group)
+    except ValueError as error:  # "group is ...", whichever it is
+        raise ValueError(f"{who}: {name.removesuffix('group')}{error}") from None
+    if isinstance(group, VirtualWorld):
+        raise ValueError(
+            f"{who}: {name} is a VirtualWorld; it must be a ProcessGroup, a one-dimensional DeviceMesh or None."
+        )
 
 
 def _check_model(model: nn.Module, world_size: int) -> None:
@@ -147,11 +165,7 @@ def _check_model(model: nn.Module, world_size: int) -> None:
             f"{who}: the model's attn_implementation is {used!r}; it must be {NAME!r}. Load the model with "
             f"attn_implementation={NAME!r}, or call model.set_attn_implementation({NAME!r}) first."
         )
-    if dropout := getattr(config, "attention_dropout", 0.0):
-        raise NotImplementedError(
-            f"{who}: attention_dropout is {dropout}, which is not supported yet; set config.attention_dropout to 0.0 "
-            "before the model is made."
-        )
+    _check_dropout(who, config)
     if getattr(config, "is_causal", True) is False:
         raise NotImplementedError(f"{who}: config.is_causal is False; only causal decoders are supported.")
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)):
@@ -163,6 +177,28 @@ def _check_model(model: nn.Module, world_size: int) -> None:
             f"{who}: rope type {rope[0]!r} depends on the largest position, and each of {world_size} ranks sees its own"
             " only; use another rope type (default, linear, llama3, yarn), or a group of one."
         )
+
+
+def _check_dropout(who: str, config: Any) -> None:
+    if dropout := getattr(config, "attention_dropout", 0.0):
+        raise NotImplementedError(
+            f"{who}: attention_dropout is {dropout}, which is not supported yet; set config.attention_dropout to 0.0 "
+            "before the model is made."
+        )
+
+
+def _check_attached(who: str, config: Any) -> None:
+    """Refuse a config that was changed after `attach` to what would run and be wrong."""
+    if (used := getattr(config, "_attn_implementation", None)) != NAME:
+        raise ValueError(
+            f"{who}: the model's attn_implementation is {used!r}; it must be {NAME!r} while the model is attached. Call "
+            f"model.set_attn_implementation({NAME!r}), or make a model that is not attached."
+        )
+    _check_dropout(who, config)
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    return getattr(model, str(model.base_model_prefix), model)
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -200,14 +236,29 @@ class _Hook:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
-        """This rank's keyword arguments instead of the whole batch's."""
+        """This rank's keyword arguments instead of the whole batch's.
+
+        A rank cannot know that another refuses its arguments, and would wait for it in the first layer: so the verdict
+        is shared over the group, before anything else is exchanged.
+        """
         if isinstance(kwargs.get("ring"), RingContext):
             return None  # the causal LM has split the batch already
         who = f"{type(module).__name__} with ringattn.hf"
-        given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        given = {name: value for name, value in given.items() if value is not None}
-        self._refuse(who, given)
-        return (), self._local(who, given, getattr(module.config, "sliding_window", None))
+        config: Any = _decoder(module).config
+        local: dict[str, Any] = {}
+        labels: Tensor | None = None
+        refusal: Exception | None = None
+        try:
+            _check_attached(who, config)
+            given = self._given(who, args, kwargs)
+            self._refuse(who, given)
+            local, labels = self._local(who, given, getattr(config, "sliding_window", None))
+        except (ValueError, NotImplementedError) as error:
+            refusal = error
+        share_verdict(refusal, self.settings.group, self.settings.timeout)
+        if labels is not None:
+            local["num_items_in_batch"] = self._items(local.get("num_items_in_batch"), labels)
+        return (), local
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """A rank without rows returns none of its one row, cut in the graph, so that it runs backward as others do."""
@@ -215,6 +266,18 @@ class _Hook:
         if not isinstance(ring, RingContext) or ring.rows or ring.is_outer != self.is_outer:
             return None
         return _no_rows(output)
+
+    def _given(self, who: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments that are not None, by name."""
+        if len(args) > len(self.parameters):
+            raise ValueError(
+                f"{who}: arguments by position are {len(args)}; they must be at most {len(self.parameters)}: "
+                f"{', '.join(self.parameters)}."
+            )
+        by_position = dict(zip(self.parameters, args, strict=False))
+        if twice := [name for name in by_position if name in kwargs]:
+            raise ValueError(f"{who}: {twice[0]} is given by position and by name; it must be given once.")
+        return {name: value for name, value in {**by_position, **kwargs}.items() if value is not None}
 
     def _refuse(self, who: str, given: dict[str, Any]) -> None:
         """Raise at what is not honoured, and take out of `given` what then has only one value."""
@@ -237,15 +300,16 @@ class _Hook:
             if name not in known:
                 raise NotImplementedError(f"{who}: {name} is {text(value)}, which is not known here; leave it out.")
 
-    def _local(self, who: str, given: dict[str, Any], window: int | None) -> dict[str, Any]:
+    def _local(self, who: str, given: dict[str, Any], window: int | None) -> tuple[dict[str, Any], Tensor | None]:
+        """This rank's arguments, and the shifted labels of the whole batch if there are any; nothing is exchanged."""
         s = self.settings
         sources = [name for name in ("input_ids", "inputs_embeds") if name in given]
         if len(sources) != 1:
             raise ValueError(f"{who}: got {' and '.join(sources) or 'no input_ids'}; give input_ids or inputs_embeds.")
         source: Tensor = given[sources[0]]
-        if source.dim() != (2 if sources == ["input_ids"] else 3) or source.shape[1] == 0:
+        if source.dim() != (2 if sources == ["input_ids"] else 3) or 0 in source.shape[:2]:
             raise ValueError(
-                f"{who}: {sources[0]} has shape {tuple(source.shape)}; it must be [B, N] or [B, N, hidden], N > 0."
+                f"{who}: {sources[0]} has shape {tuple(source.shape)}; it must be [B, N] or [B, N, hidden], B > 0, N > 0."
             )
         batch, seqlen = shape = tuple(source.shape[:2])
         for name in ("labels", "shift_labels", "position_ids"):
@@ -263,20 +327,21 @@ class _Hook:
         local[sources[0]] = source.index_select(1, index)
         local["position_ids"] = ids.index_select(1, index)
         local["use_cache"] = False
+        labels: Tensor | None = None
         if "labels" in given or "shift_labels" in given:
+            if s.loss_scale == "caller" and "num_items_in_batch" not in given:
+                raise ValueError(f"{who}: num_items_in_batch is None; with loss_scale='caller' it must be given.")
             labels = given["shift_labels"] if "shift_labels" in given else shift(given["labels"])
             mine = labels.to(source.device).index_select(1, index)
             local["labels"] = local["shift_labels"] = mine if rows else torch.full_like(mine, IGNORED)
-            local["num_items_in_batch"] = self._items(who, given.get("num_items_in_batch"), labels)
+            local["num_items_in_batch"] = given.get("num_items_in_batch")
         local["ring"] = RingContext(s.group, s.layout, seqlen, rows, masks, s.backend, s.timeout, self.is_outer)
-        return local
+        return local, labels
 
-    def _items(self, who: str, items: Any, labels: Tensor) -> Any:
+    def _items(self, items: Any, labels: Tensor) -> Any:
         """What the loss function divides the sum over this rank's rows by."""
         s = self.settings
         if s.loss_scale == "caller":
-            if items is None:
-                raise ValueError(f"{who}: num_items_in_batch is None; with loss_scale='caller' it must be given.")
             return items
         if items is None:
             items = (labels != IGNORED).sum()

@@ -1,0 +1,90 @@
+"""The handshake: the same verdict on every rank before anything else moves.
+
+A rank alone cannot know that another disagrees. So each rank puts what it was asked, or why it refuses, on a card of fixed size,
+and all ranks read all cards.
+"""
+
+import datetime
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringattn.transport import cpu_group, group_name, resolve_group
+
+__all__ = ["Card", "card_of", "compare", "exchange", "share_verdict"]
+
+CARD_BYTES = 1536
+Card = dict[str, str]
+
+
+def card_of(error: Exception) -> Card:
+    """The card of a rank that refuses."""
+    text = str(error)
+    while len(json.dumps(text)) > CARD_BYTES - 100:  # quotes and letters beyond ASCII take several bytes
+        text = text[: len(text) * 9 // 10]
+    return {"error": text, "type": type(error).__name__}
+
+
+def exchange(card: Card, name: str, timeout: float | None, who: str = "ring_attention") -> list[Card]:
+    """Every rank's card, by one all-gather of fixed size on a CPU group; `name` is that of the process group."""
+    group = resolve_group(name)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    text = json.dumps(card).encode()
+    assert len(text) < CARD_BYTES, text
+    mine = torch.zeros(CARD_BYTES, dtype=torch.uint8, device="cpu")
+    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    theirs = [torch.zeros_like(mine) for _ in range(world_size)]
+    try:
+        work = dist.all_gather(theirs, mine, group=cpu_group(group), async_op=True)
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(datetime.timedelta(seconds=timeout))
+    except RuntimeError as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RuntimeError(
+            f"{who}: rank {rank} of {world_size} got no answer from every rank before hop 0: {reason}; a rank died, "
+            "left, or makes another call. Look at the other ranks' logs first."
+        ) from error
+    return [json.loads(bytes(t.numpy()).rstrip(b"\0")) for t in theirs]
+
+
+def compare(cards: list[Card], who: str = "ring_attention") -> None:
+    """Raise the same error on every rank, unless all cards are equal."""
+    for rank, card in enumerate(cards):
+        if "error" in card:
+            kind = NotImplementedError if card["type"] == "NotImplementedError" else ValueError
+            same = all(other.get("error") == card["error"] for other in cards)
+            where = "" if same else f" (found on rank {rank} of {len(cards)})"
+            raise kind(card["error"] + where)
+    for field in cards[0]:
+        holders: dict[str, list[int]] = {}
+        for rank, card in enumerate(cards):
+            holders.setdefault(card.get(field, "nothing"), []).append(rank)
+        if len(holders) > 1:
+            said = "; ".join(
+                f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in holders.items()
+            )
+            raise ValueError(f"{who}: ranks disagree on {field}: {said}; every rank must pass the same.")
+
+
+def share_verdict(
+    error: Exception | None,
+    group: Any,
+    timeout: float | None = None,
+    card: Card | None = None,
+    who: str = "ring_attention",
+) -> None:
+    """Return if no rank of `group` has an error and all have equal cards, else raise the same error on every rank.
+
+    `error`: why this rank refuses, or None. `card`: what must be the same on every rank, by name. `timeout`: seconds. `who`: the function that
+    messages name.
+    """
+    name = group_name(group)
+    if not name or dist.get_world_size(resolve_group(name)) == 1:
+        if error is not None:
+            raise error
+        return
+    compare(exchange(card_of(error) if error is not None else card or {"verdict": "good"}, name, timeout, who), who)
