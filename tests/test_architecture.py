@@ -24,7 +24,6 @@ LAYERS = (
     ("", "virtual"),  # the nameless one is ringattn/__init__.py
     ("hf", "testing", "picture"),
     ("cli",),
-    ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 EXPORTED = {"api", "masks", "layout", "plan", "merge", "kernels"}  # what ringattn/__init__.py may import
