@@ -53,7 +53,7 @@ def test_five_steps_are_those_of_one_process(mesh, model):
     assert [r.is_tied for r in runs] == [MODELS[model][1]] * len(runs)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp_cp", "cp_tp", "hsdp_cp_tp"])
+@pytest.mark.parametrize("mesh", MESHES)
 def test_the_models_own_loss_is_weighted_by_token(mesh):
     want = one_process("llama", torch.float32, False)
     runs = run_on_mesh(mesh, MODELS["llama"], torch.float32, 1, is_own_loss=False)
