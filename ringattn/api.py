@@ -163,7 +163,7 @@ def ring_attention(
         deterministic: False: the same bits on two runs of one setting. "bitwise" is refused for now.
         timeout: seconds that one wait for another rank may take; default: the group's own. With NCCL it holds for the comparison
             of arguments; a hop there does not block the host, and the group's watchdog times it.
-        validate: compare all ranks' arguments first, by one small all-gather on the CPU. Without it ranks that disagree may hang.
+        validate: compare all ranks' arguments first, by one small message to each on the CPU. Without it ranks that disagree may hang.
         return_lse: also return the log-sum-exp.
 
     Returns:

@@ -16,6 +16,7 @@ from ringattn.transport import cpu_group, group_name, resolve_group
 __all__ = ["Card", "card_of", "compare", "exchange", "share_verdict"]
 
 CARD_BYTES = 1536
+TAG = 1  # the ring's own messages have 0
 Card = dict[str, str]
 
 
@@ -28,25 +29,32 @@ def card_of(error: Exception) -> Card:
 
 
 def exchange(card: Card, name: str, timeout: float | None, who: str = "ring_attention") -> list[Card]:
-    """Every rank's card, by one all-gather of fixed size on a CPU group; `name` is that of the process group."""
+    """Every rank's card, by messages of fixed size on a CPU group; `name` is that of the process group."""
     group = resolve_group(name)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     text = json.dumps(card).encode()
     assert len(text) < CARD_BYTES, text
     mine = torch.zeros(CARD_BYTES, dtype=torch.uint8, device="cpu")
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    theirs = [torch.zeros_like(mine) for _ in range(world_size)]
+    theirs = [mine if r == rank else torch.zeros_like(mine) for r in range(world_size)]
+    cpu, peers = cpu_group(group), [r for r in range(world_size) if r != rank]
+    peer = rank
     try:
-        work = dist.all_gather(theirs, mine, group=cpu_group(group), async_op=True)
-        if timeout is None:
-            work.wait()
-        else:
-            work.wait(datetime.timedelta(seconds=timeout))
+        # to and from each rank, and not one collective, so that an error is one rank's
+        works = []
+        for peer in peers:
+            works.append((peer, dist.isend(mine, group=cpu, group_dst=peer, tag=TAG)))
+            works.append((peer, dist.irecv(theirs[peer], group=cpu, group_src=peer, tag=TAG)))
+        for peer, work in works:  # noqa: B007
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(datetime.timedelta(seconds=timeout))
     except RuntimeError as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RuntimeError(
-            f"{who}: rank {rank} of {world_size} got no answer from every rank before hop 0: {reason}; a rank died, "
-            "left, or makes another call. Look at the other ranks' logs first."
+            f"{who}: rank {rank} of {world_size} got no answer from rank {peer} before hop 0: {reason}; that rank died, left, or makes "
+            "another call. Look at its log first."
         ) from error
     return [json.loads(bytes(t.numpy()).rstrip(b"\0")) for t in theirs]
 
