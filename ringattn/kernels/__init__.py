@@ -59,10 +59,6 @@ class Bounds:
     k_pos: Tensor
     is_full: bool
 
-    def __getitem__(self, rows: slice) -> "Bounds":
-        """The bounds of some of the query rows."""
-        return Bounds(self.lo[..., rows], self.hi[..., rows], self.q_pos[rows], self.k_pos, self.is_full)
-
 
 @dataclasses.dataclass(frozen=True)
 class State:
