@@ -13,11 +13,15 @@ from ringattn.plan import build_plan
 from ringattn.testing import assert_matches, naive_attention, virtual, visible
 from ringattn.transport import VirtualTransport, _Messages
 from tests.cases import SEQLEN, layouts, masks
+from tests.contract import BACKENDS, device_of
 
 FEATURES = {
     "plain": {},
     "all": {"softcap": 2.0, "use_sinks": True, "dropout_p": 0.3, "seed": 2**40 + 7, "softmax_scale": 0.3},
 }
+
+# exp(s - lse) and dP - delta each round a few times where the dense form does not: 32 units in the last place
+FP32 = 32 * 2**-23
 
 
 def inputs(n=SEQLEN, batch=2, heads=4, kv_heads=2, head_dim=8, v_head_dim=6, dtype=torch.float64):
@@ -48,7 +52,7 @@ def by_oracle(q, k, v, sinks, *, mask, dout, dlse, **options):
 
 def with_grads(out, lse, q, k, v, sinks, use_sinks, dout, dlse):
     leaves = [q, k, v, *([sinks] if use_sinks else [])]
-    loss = (out * dout.to(out.dtype)).sum() + (lse.masked_fill(lse == -torch.inf, 0) * dlse.to(lse.dtype)).sum()
+    loss = (out * dout.to(out)).sum() + (lse.masked_fill(lse == -torch.inf, 0) * dlse.to(lse)).sum()
     grads = torch.autograd.grad(loss, leaves)
     return dict(zip(("out", "lse", "dq", "dk", "dv", "dsinks"), (out, lse, *grads), strict=False))
 
@@ -66,38 +70,43 @@ def require_equal(got, want, rtol, label=""):
         assert_matches(got[name], want[name], rtol=rtol, name=f"{label} {name}")
 
 
-@pytest.mark.parametrize("backend", ra.backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", layouts().values(), ids=layouts())
 @pytest.mark.parametrize("name", masks())
 def test_every_mask_layout_and_world_size(name, layout, backend):
-    mask, tensors = masks()[name], inputs()
-    given = upstream(tensors[0], tensors[2])
+    dtype, rtol = (torch.float64, 1e-12) if backend == "reference" else (torch.float32, FP32)
+    mask, exact = masks()[name], inputs()
+    exact = [t.detach().to(dtype).double().requires_grad_() for t in exact]
+    tensors = [t.detach().to(device_of(backend), dtype).requires_grad_() for t in exact]
+    given = upstream(exact[0], exact[2])
+    is_interpreted = backend == "triton" and device_of(backend).type == "cpu"  # some hundred times slower
     for feature, options in FEATURES.items():
-        want = by_oracle(*tensors, mask=mask, **given, **options)
-        for world_size in (1, 2, 3, 4):
+        if is_interpreted and feature == "plain":
+            continue
+        want = by_oracle(*exact, mask=mask, **given, **options)
+        for world_size in (3,) if is_interpreted else (1, 2, 3, 4):
             got = by_ring(world_size, *tensors, mask=mask, layout=layout, backend=backend, **given, **options)
-            require_equal(got, want, 1e-12, f"{feature}, world size {world_size}:")
+            require_equal(got, want, rtol, f"{feature}, world size {world_size}:")
 
 
-@pytest.mark.parametrize("backend", ra.backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["causal", "documents not causal", "or", "bounds with rows that see nothing"])
 def test_lower_precision_is_no_worse_than_an_honest_twin(name, dtype, backend):
     mask = masks(40)[name]
-    low = [t.detach().requires_grad_() for t in inputs(40, dtype=dtype)]
+    low = [t.detach().to(device_of(backend)).requires_grad_() for t in inputs(40, dtype=dtype)]
     given = upstream(low[0], low[2])
-    exact = [t.detach().double().requires_grad_() for t in low]
+    exact = [t.detach().cpu().double().requires_grad_() for t in low]
     given = {key: value.to(dtype).double() for key, value in given.items()}
     want, twin = (
         by_oracle(*exact, mask=mask, use_sinks=True, **given),
-        by_oracle(*low, mask=mask, use_sinks=True, **given),
+        by_oracle(*(t.detach().cpu().requires_grad_() for t in low), mask=mask, use_sinks=True, **given),
     )
     for world_size in (1, 3, 4):
         got = by_ring(world_size, *low, mask=mask, layout="zigzag", use_sinks=True, backend=backend, **given)
         for key in want:
             if dtype == torch.float32:
-                # exp(s - lse) and dP - delta each round a few times where the dense form does not: 32 units in the last place
-                assert_matches(got[key], want[key], rtol=32 * 2**-23, name=f"world size {world_size}: {key}")
+                assert_matches(got[key], want[key], rtol=FP32, name=f"world size {world_size}: {key}")
             else:
                 assert_matches(got[key], want[key], twin[key], name=f"world size {world_size}: {key}")
 
@@ -472,5 +481,5 @@ def test_a_broken_ring_is_noticed(monkeypatch, how):
 
 def test_registry():
     assert list(kernels.backends()) == list(ra.backends())
-    with pytest.raises(ValueError, match=r"backend is 'cuda'; it must be 'auto' or one of 'reference'"):
+    with pytest.raises(ValueError, match=r"backend is 'cuda'; it must be 'auto' or one of '"):
         ra.ring_attention(*torch.randn(3, 1, 4, 2, 4).unbind(0), backend="cuda")
