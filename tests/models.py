@@ -76,7 +76,7 @@ class Run:
 
     losses: list[float]
     norms: list[float]
-    grads: dict[str, Tensor]  # of step 0, before clipping
+    grads: list[dict[str, Tensor]]  # of every step, before clipping
     weights: dict[str, Tensor]  # after the last step
     is_tied: bool
     layer_calls: int  # of the first decoder layer's query projection, in step 0
@@ -91,7 +91,8 @@ def train(
     layout_name: str = "zigzag",
 ) -> Run:
     """AdamW steps with clipping. `is_own_loss`: a loss on the logits, in their dtype; otherwise the model's own."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # The first step is lr * g / (|g| + eps): with the usual eps of 1e-8 a sign, also of what is rounding and no more.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
     dp, cp = (mesh["dp"], mesh["cp"]) if mesh is not None else (None, None)
     dp_rank, dp_size = (dp.get_local_rank(), dp.size()) if mesh is not None else (0, 1)
     cp_rank, cp_size = (cp.get_local_rank(), cp.size()) if mesh is not None else (0, 1)
@@ -100,7 +101,8 @@ def train(
     calls: list[int] = []
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
 
-    run = Run([], [], {}, {}, False, 0)
+    run = Run([], [], [], {}, False, 0)
+    grads = []
     model.train()
     for step in range(steps):
         tokens, labels = global_batch(step)
@@ -112,8 +114,8 @@ def train(
             loss = model(input_ids=tokens[rows], labels=labels[rows]).loss
         optimizer.zero_grad()
         loss.backward()
+        grads.append({name: full(p.grad) for name, p in model.named_parameters()})
         if step == 0:
-            grads = {name: full(p.grad) for name, p in model.named_parameters()}
             run.layer_calls = len(calls)
         norm = (
             clip_grad_norm_(model, MAX_NORM)
