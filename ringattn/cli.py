@@ -111,7 +111,8 @@ def print_env() -> None:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
-        print(f"{package:<13} {version}")
+        # torch's own says which build it is: +cpu, +cu130.
+        print(f"{package:<13} {torch.__version__ if package == 'torch' else version}")
     devices = [torch.device("cpu")]
     print(f"{'cpu':<13} {torch.get_num_threads()} threads")
     for i in range(torch.cuda.device_count()):

@@ -1,9 +1,11 @@
 """Merging finished attention results over disjoint key sets."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ringattn.kernels import state_dtype
+from ringattn.kernels import Request, choose, state_dtype
 
 __all__ = ["merge"]
 
@@ -48,6 +50,20 @@ def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
                 f"merge: parts[{index}] has lse of shape {tuple(lse.shape)}; "
                 f"[B, H, S] = {wanted} is required for out of shape {shape}."
             )
+    if _has_kernel(*parts[0][0].shape[2:], parts[0][0]) and all(lse.dtype == torch.float32 for _, lse in parts):
+        merged, lse = torch.ops.ringattn.merge([out for out, _ in parts], [lse for _, lse in parts])
+        return merged, lse
+    return _by_torch(parts)
+
+
+def _has_kernel(heads: int, v_head_dim: int, out: Tensor) -> bool:
+    """Whether the Triton backend is what `backend="auto"` means for such tensors."""
+    request = Request(out.device, out.dtype, heads, heads, v_head_dim, v_head_dim, False, False, False)
+    return choose("auto", request).name == "triton"
+
+
+def _by_torch(parts: tuple[tuple[Tensor, Tensor], ...]) -> tuple[Tensor, Tensor]:
+    """The formula in torch operators, for any device and floating dtype, differentiable any number of times."""
     dtype = state_dtype(parts[0][0].dtype)
     lses = torch.stack([lse.to(dtype) for _, lse in parts])
     # The shift cancels in value and gradient, so it needs none; 0 stands in where every part is -inf.
@@ -65,3 +81,45 @@ def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     for share, (out, _) in zip(shares[1:], parts[1:], strict=True):
         merged = merged + share * out.to(dtype)
     return merged.to(parts[0][0].dtype), lse
+
+
+@torch.library.custom_op("ringattn::merge", mutates_args=())
+def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    from ringattn.kernels.triton import merge as kernels
+
+    return kernels.merge(outs, lses)
+
+
+@_merge.register_fake
+def _merge_fake(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(outs[0], memory_format=torch.contiguous_format), lses[0].new_empty(lses[0].shape)
+
+
+@torch.library.custom_op("ringattn::merge_backward", mutates_args=())
+def _merge_backward(
+    dout: Tensor, dlse: Tensor, outs: list[Tensor], lses: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    from ringattn.kernels.triton import merge as kernels
+
+    return kernels.merge_backward(dout, dlse, outs, lses)
+
+
+@_merge_backward.register_fake
+def _merge_backward_fake(
+    dout: Tensor, dlse: Tensor, outs: list[Tensor], lses: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    return [x.new_empty(x.shape) for x in outs], [x.new_empty(x.shape) for x in lses]
+
+
+def _setup_context(ctx: Any, inputs: tuple[list[Tensor], list[Tensor]], output: tuple[Tensor, Tensor]) -> None:
+    outs, lses = inputs
+    ctx.save_for_backward(*outs, *lses)
+
+
+def _autograd(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    parts = len(ctx.saved_tensors) // 2
+    outs, lses = list(ctx.saved_tensors[:parts]), list(ctx.saved_tensors[parts:])
+    return torch.ops.ringattn.merge_backward(dout, dlse, outs, lses)
+
+
+_merge.register_autograd(_autograd, setup_context=_setup_context)

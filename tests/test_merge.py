@@ -1,10 +1,14 @@
 """Merging partial results over disjoint key sets."""
 
+import sys
+
 import pytest
 import torch
 
 from ringattn.merge import merge
 from ringattn.testing import assert_matches, naive_attention
+
+merging = sys.modules["ringattn.merge"]  # the module: the package's name for it is the function
 
 
 def problem(dtype=torch.float64):
@@ -111,3 +115,57 @@ OUT, LSE = torch.zeros(1, 4, 2, 3), torch.zeros(1, 2, 4)
 def test_wrong_parts(parts, message):
     with pytest.raises(ValueError, match=message):
         merge(*parts)
+
+
+def low_problem(dtype, device):
+    """Parts with rows that one, two or none of them have seen, strided, and upstream gradients."""
+    outs = [torch.randn(2, 3, 5, 6).transpose(1, 2).to(device, dtype) for _ in range(3)]
+    lses = [4 * torch.randn(2, 3, 5, device=device) for _ in range(3)]
+    for i, lse in enumerate(lses):
+        lse[:, :, 2] = -torch.inf
+        lse[:, i, 1] = -torch.inf
+        outs[i][lse.isneginf().transpose(1, 2)] = 0.0
+    leaves = [x.requires_grad_() for x in (*outs, *lses)]
+    dout, dlse = torch.randn(2, 5, 3, 6).to(device, dtype), torch.randn(2, 3, 5, device=device)
+    dlse[:, :, 2] = torch.inf  # of rows that saw no key; reaches nothing
+    return leaves, (dout, dlse)
+
+
+def with_grads(leaves, upstream):
+    out, lse = merge(*zip(leaves[:3], leaves[3:], strict=True))
+    return (
+        out,
+        lse,
+        *torch.autograd.grad((out, lse), leaves, [x.to(y.dtype) for x, y in zip(upstream, (out, lse), strict=True)]),
+    )
+
+
+@pytest.mark.interpreter
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_is_the_formula(dtype, monkeypatch):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    leaves, upstream = low_problem(dtype, device)
+    exact = [x.detach().cpu().double().requires_grad_() for x in leaves]
+    monkeypatch.setattr(merging, "_has_kernel", lambda *_: False)
+    want = with_grads(exact, [x.cpu() for x in upstream])
+    twin = with_grads(leaves, upstream)
+    monkeypatch.setattr(merging, "_has_kernel", lambda *_: True)
+    got = with_grads(leaves, upstream)
+    assert [x.dtype for x in got] == [x.dtype for x in twin]
+    for i, three in enumerate(zip(got, want, twin, strict=True)):
+        assert_matches(*three, name=str(i))
+
+
+@pytest.mark.interpreter
+@pytest.mark.gpu
+def test_the_kernels_operators_pass_opcheck():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    leaves, _ = low_problem(torch.float32, device)
+    torch.library.opcheck(torch.ops.ringattn.merge.default, (leaves[:3], leaves[3:]))
+
+
+@pytest.mark.gpu
+def test_a_gpu_merges_by_the_kernel():
+    leaves, _ = low_problem(torch.bfloat16, "cuda")
+    assert merging._has_kernel(3, 6, leaves[0])
