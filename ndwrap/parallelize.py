@@ -244,10 +244,16 @@ def _tp_styles(model: Any, tp_size: int) -> dict[str, str]:
             "Set it to 1."
         )
 
+    def planned(*paths: str) -> str | None:
+        return next((plan[key] for key in plan for path in paths if fnmatch.fnmatchcase(path, key)), None)
+
+    # What stands beside a split projection, such as a norm per head, meets on each rank its own heads only; plans of
+    # older versions (transformers 5.2) do not mention such modules.
+    beside_split = {name.rpartition(".")[0] for name, _ in model.named_modules() if planned(name) == "colwise"}
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
         own = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
-        style = next((plan[key] for key in plan for path in (name, *own) if fnmatch.fnmatchcase(path, key)), None)
+        style = planned(name, *own)
         if style not in (None, *STYLES):
             raise ValueError(
                 f"{who}: the plan of {kind} has the style {style!r} for {name}, which is not known here, and tp_size "
@@ -266,7 +272,8 @@ def _tp_styles(model: Any, tp_size: int) -> dict[str, str]:
             raise ValueError(
                 f"{who}: {name} has {features}={size} and tp_size is {tp_size}; tp_size must divide it. Lower tp_size."
             )
-        styles[name] = style or "replicate"
+        default = "replicated_with_grad_allreduce" if name.rpartition(".")[0] in beside_split else "replicate"
+        styles[name] = style or default
 
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}

@@ -151,7 +151,12 @@ def on_mesh(
     """A job of one rank: the run on a mesh of `sizes`."""
     mesh = mesh_of(sizes)
     is_own_loss = bool(options.pop("is_own_loss", True))
-    model = parallelize(build(family, dtype, is_tied=is_tied), mesh, **options)
+    model = build(family, dtype, is_tied=is_tied)
+    unplanned = str(options.pop("unplanned", ""))
+    if unplanned:
+        plan = model.config.base_model_tp_plan
+        model.config.base_model_tp_plan = {key: style for key, style in plan.items() if not key.endswith(unplanned)}
+    model = parallelize(model, mesh, **options)
     return train(model, mesh, steps=steps, is_own_loss=is_own_loss, layout_name=str(options.get("layout", "zigzag")))
 
 

@@ -52,6 +52,13 @@ def test_five_steps_are_those_of_one_process(mesh, model):
     assert [r.is_tied for r in runs] == [MODELS[model][1]] * len(runs)
 
 
+def test_norms_per_head_need_no_mention_in_the_plan():
+    """Older versions of transformers leave them out; each rank's part of their gradient must still be summed."""
+    want = one_process("qwen3", torch.float64, True)
+    runs = run_on_mesh("tp", MODELS["qwen3_tied"], torch.float64, 1, unplanned="_norm")
+    check_run(runs, want, grads=1e-12, rest=1e-12)
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_five_steps_in_fp32(mesh):
     want = one_process("llama", torch.float32, False)
