@@ -122,7 +122,7 @@ def test_fresh_processes_are_new_and_leave_the_pool_alone():
 
 def test_fresh_processes_give_a_result_or_an_exit_for_each_rank():
     assert processes.run_fresh(3, die_on, 1) == [0, processes.Exit(-9), 2]
-    assert processes.run_fresh(2, hang_on, 0, timeout=1) == [processes.Exit(None), 1]
+    assert processes.run_fresh(2, hang_on, 0, timeout=10) == [processes.Exit(None), 1]
     outcomes = processes.run_fresh(2, fail_on, (0, 1))
     assert [outcome.error[:2] for outcome in outcomes] == [("ValueError", f"rank {rank} objects") for rank in range(2)]
 
