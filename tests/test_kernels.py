@@ -125,7 +125,7 @@ def without_infinities(results):
 @pytest.mark.parametrize("where", range(5), ids=["q", "k", "v", "dout", "dlse"])
 @pytest.mark.parametrize(("softcap", "cuts"), [(None, (9, 17)), (2.0, ())])
 def test_what_is_not_finite_reaches_the_rows_that_see_it(value, where, softcap, cuts, backend):
-    """In q, k and dlse it reaches no other row; in v and dout it may reach rows that share a key tile (docs/design.md, section 6)."""
+    """And, but for v and dout, which rows of a key tile share, no other (docs/design.md, section 6)."""
     inputs = tensors(2, 20, 26, 4, 2, 8, 6, torch.float32)
     inputs[where][(1, 3, 9) if where == 4 else (1, 9, 1, 2)] = value
     lo, hi = random_bounds(20, 26)
@@ -135,12 +135,16 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(value, where, softcap, 
     got = without_infinities(run(backend, inputs, lo, hi, options, cuts=cuts))
     assert not all(x.isfinite().all() for x in want[2:]), "the case must matter"
     # Whether a sum with an infinity comes out infinite or NaN depends on its order.
-    if backend == "reference" or where in (0, 1, 4):
+    if backend == "reference":
         compare(got, want, rtol=FP32)
         return
     for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
-        assert bool((x.isnan() | y.isfinite() | y.isneginf()).all()), f"{name} is finite where {value} should reach"
-        assert_matches(x.masked_fill(x.isnan(), 0.0), y.masked_fill(x.isnan(), 0.0), rtol=FP32, name=name)
+        may_spread = where in (2, 3)  # over the rows that share a key tile
+        may_vanish = where in (0, 1) and name in ("dq", "dk")  # an infinity times a weight of 0
+        assert may_spread or not (x.isnan() & ~y.isnan()).any(), f"{name}: more is NaN than should be"
+        assert may_vanish or not (y.isnan() & ~x.isnan()).any(), f"{name}: less is NaN than should be"
+        either = x.isnan() | y.isnan()
+        assert_matches(x.masked_fill(either, 0.0), y.masked_fill(either, 0.0), rtol=FP32, name=name)
     assert got[0][0].isfinite().all(), "another batch row must not be touched"
 
 

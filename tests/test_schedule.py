@@ -481,5 +481,5 @@ def test_a_broken_ring_is_noticed(monkeypatch, how):
 
 def test_registry():
     assert list(kernels.backends()) == list(ra.backends())
-    with pytest.raises(ValueError, match=r"backend is 'cuda'; it must be 'auto' or one of '"):
+    with pytest.raises(ValueError, match=r"backend is 'cuda'; it must be 'auto' or one of 'cpu', 'triton', 'reference'"):
         ra.ring_attention(*torch.randn(3, 1, 4, 2, 4).unbind(0), backend="cuda")

@@ -5,6 +5,9 @@ ranks, layouts or masks: what a row may see is two row indices, `lo` and `hi`, i
 """
 
 import dataclasses
+import functools
+import types
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -137,16 +140,20 @@ class Backend(Protocol):
         ...
 
 
-def backends() -> dict[str, Backend]:
+@functools.cache
+def backends() -> Mapping[str, Backend]:
     """The registry: every backend by name, in order of preference for `backend="auto"`.
 
     Example:
-        >>> "reference" in backends()
-        True
+        >>> list(backends())
+        ['cpu', 'triton', 'reference']
     """
+    from ringattn.kernels.cpu import Cpu
     from ringattn.kernels.reference import Reference
+    from ringattn.kernels.triton import Triton
 
-    return {backend.name: backend for backend in (Reference(),)}
+    known: tuple[Backend, ...] = (Cpu(), Triton(), Reference())
+    return types.MappingProxyType({backend.name: backend for backend in known})
 
 
 def choose(name: str, request: Request) -> Backend:
