@@ -1,0 +1,133 @@
+"""What the tile table compiles to: the checks of `bench.static` on every row, and each check seen to object."""
+
+import dataclasses
+import functools
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from bench import static  # noqa: E402
+from bench.static import Case, Report  # noqa: E402
+
+GOOD = Report(
+    case=Case("sm_90", "forward", "bfloat16", 128, 128, 128, 128, 8, 2),
+    registers=255,
+    shared=163840,
+    loop_spills=0,
+    masked_spills=0,
+    matrix="HGMMA",
+    work=1.0,
+    exp2=1.03,
+    loop=600,
+    masked_loop=900,
+)
+
+
+def is_quick(case: Case) -> bool:
+    return case.dtype == "bfloat16" and (case.head_dim, case.v_head_dim) == (128, 128)
+
+
+GROUPS = pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["128", "others"])
+
+
+@functools.cache
+def reports(quick: bool) -> list[Report]:
+    return static.measure_all(case for case in static.cases() if is_quick(case) == quick)
+
+
+@GROUPS
+def test_every_row_keeps_the_rules(quick):
+    assert [line for report in reports(quick) for line in static.failures(report)] == []
+
+
+@GROUPS
+def test_no_loop_has_grown(quick):
+    stored = static.baseline()
+    if stored is None:
+        pytest.skip(f"no bench/results/static_{triton.__version__}.csv: needs stored loops of this version of Triton")
+    assert [line for report in reports(quick) for line in static.growth(report, stored)] == []
+
+
+def test_a_good_report_passes():
+    assert static.failures(GOOD) == []
+    assert static.growth(GOOD, {GOOD.case: {"loop": 600, "masked_loop": 900, "masked_spills": 0}}) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"shared": 227 * 1024 + 1}, "232449 bytes are more than a block may have"),
+        ({"loop_spills": 1}, "1 spills in its loop"),
+        ({"matrix": "HMMA"}, "products are done by HMMA"),
+        ({"matrix": "HGMMA HMMA"}, "products are done by HGMMA HMMA"),
+        ({"work": 1.5}, "arithmetic is 1.5 times the least"),
+        ({"work": 0.5}, "arithmetic is 0.5 times the least"),
+        ({"exp2": 2.0}, "2.0 exponentials per score"),
+    ],
+    ids=str,
+)
+def test_each_check_objects(change, said):
+    bad = dataclasses.replace(GOOD, **change)
+    assert static.failures(bad) == [f"sm_90 forward bfloat16 128/128 128x128x8 stages 2: {said}"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel", "dtype", "tile", "instruction"),
+    [
+        ("sm_80", "forward", "bfloat16", (128, 64, 8, 2), "HMMA"),
+        ("sm_90", "forward", "bfloat16", (128, 64, 8, 2), "HGMMA"),
+        ("sm_90", "dkv", "bfloat16", (128, 32, 4, 1), "HMMA"),  # its products have the keys for rows
+        ("sm_90", "dkv", "bfloat16", (32, 128, 4, 1), "HGMMA"),
+        ("sm_100", "dq", "bfloat16", (128, 32, 4, 1), "UTCHMMA"),
+        ("sm_100", "dq", "float32", (128, 32, 4, 1), "FFMA2"),
+        ("sm_90", "dq", "float32", (128, 32, 4, 1), "FFMA"),
+        ("gfx942", "dq", "float32", (128, 32, 4, 1), "v_mfma"),
+    ],
+)
+def test_which_instructions_do_the_products(arch, kernel, dtype, tile, instruction):
+    assert static.matrix(Case(arch, kernel, dtype, 128, 128, *tile)) == instruction
+
+
+def test_fmas_may_spill_a_little():
+    fma = dataclasses.replace(
+        GOOD, case=dataclasses.replace(GOOD.case, dtype="float32"), matrix="FFMA", work=1.05, loop_spills=60
+    )
+    assert static.failures(fma) == []
+    assert len(static.failures(dataclasses.replace(fma, loop_spills=61))) == 1
+    assert len(static.failures(dataclasses.replace(fma, work=1.2))) == 1
+
+
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        ({"loop": 570, "masked_loop": 900, "masked_spills": 0}, "loop is 600 and was 570"),
+        ({"loop": 600, "masked_loop": 850, "masked_spills": 0}, "masked_loop is 900 and was 850"),
+    ],
+)
+def test_growth_objects(stored, said):
+    assert static.growth(GOOD, {GOOD.case: stored}) == [f"{GOOD.case}: {said}"]
+
+
+def test_growth_wants_every_case_stored():
+    (line,) = static.growth(GOOD, {})
+    assert "not in the stored results" in line
+
+
+def test_stored_results_are_read_as_they_were_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(static, "RESULTS", tmp_path)
+    assert static.baseline("1.2.3") is None
+    static.write_csv(tmp_path / "static_1.2.3.csv", [GOOD])
+    assert static.baseline("1.2.3") == {GOOD.case: {"loop": 600, "masked_loop": 900, "masked_spills": 0}}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tile", "said"),
+    [
+        ("forward", (128, 128, 4, 2), "spills in its loop"),  # too few threads for the accumulator
+        ("dkv", (64, 64, 8, 1), "arithmetic is 1.5 times the least"),  # two warp groups do the same half
+    ],
+)
+def test_a_bad_tile_is_found(kernel, tile, said):
+    (report,) = static.measure_all([Case("sm_90", kernel, "bfloat16", 128, 128, *tile)])
+    assert any(said in line for line in static.failures(report)), static.failures(report)
