@@ -1,5 +1,6 @@
 # make demo     show what it does          make test      the tests, less the slow ones
 # make lint     ruff and mypy              make test-all  the slow ones too
+# make static   the Triton kernels' machine code
 # make sanitize the native kernels under AddressSanitizer and UBSan
 # make setup    .venv with pinned versions and the native kernels (the others call it)
 # Another Python: make setup PYTHON=python3.12. More for pytest: make test ARGS="-x -k masks".
@@ -22,7 +23,7 @@ export PIP_CONSTRAINT := $(CONSTRAINTS)
 export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
 SANITIZED := build/sanitized
 
-.PHONY: help setup demo test test-all lint sanitize clean rebuild
+.PHONY: help setup demo test test-all lint static sanitize clean rebuild
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -46,10 +47,21 @@ demo: .venv/.ready
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: .venv/.ready
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not interpreter" $(ARGS)
+	@$(call triton-tests,and not slow)
 
 test-all: .venv/.ready
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -m "not gpu and not interpreter" $(ARGS)
+	@$(call triton-tests,)
+
+# On the GPU where there is one, else in Triton's interpreter, which has to be chosen before Triton is imported. 5: no such tests.
+triton-tests = if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then $(BIN)/python -m pytest -q -m "gpu $(1)" $(ARGS) || test $$? = 5; \
+	else TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m "interpreter $(1)" $(ARGS) || test $$? = 5; fi
+
+# What the Triton kernels compile to, for every architecture; no GPU is needed.
+static: .venv/.ready
+	$(BIN)/python -m bench.static $(ARGS)
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

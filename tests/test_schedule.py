@@ -70,8 +70,19 @@ def require_equal(got, want, rtol, label=""):
         assert_matches(got[name], want[name], rtol=rtol, name=f"{label} {name}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", layouts().values(), ids=layouts())
+def sweep():
+    """Backends x layouts; in Triton's interpreter, some hundred times slower, all but one layout count as slow."""
+    for backend, (name, layout) in itertools.product(BACKENDS, layouts().items()):
+        is_slow = backend.values == ("triton",) and name != "zigzag"
+        yield pytest.param(
+            *backend.values,
+            layout,
+            marks=[*backend.marks, *[pytest.mark.slow] * is_slow],
+            id=f"{backend.values[0]}-{name}",
+        )
+
+
+@pytest.mark.parametrize(("backend", "layout"), sweep())
 @pytest.mark.parametrize("name", masks())
 def test_every_mask_layout_and_world_size(name, layout, backend):
     dtype, rtol = (torch.float64, 1e-12) if backend == "reference" else (torch.float32, FP32)
@@ -79,7 +90,7 @@ def test_every_mask_layout_and_world_size(name, layout, backend):
     exact = [t.detach().to(dtype).double().requires_grad_() for t in exact]
     tensors = [t.detach().to(device_of(backend), dtype).requires_grad_() for t in exact]
     given = upstream(exact[0], exact[2])
-    is_interpreted = backend == "triton" and device_of(backend).type == "cpu"  # some hundred times slower
+    is_interpreted = backend == "triton" and device_of(backend).type == "cpu"
     for feature, options in FEATURES.items():
         if is_interpreted and feature == "plain":
             continue
@@ -481,5 +492,7 @@ def test_a_broken_ring_is_noticed(monkeypatch, how):
 
 def test_registry():
     assert list(kernels.backends()) == list(ra.backends())
-    with pytest.raises(ValueError, match=r"backend is 'cuda'; it must be 'auto' or one of 'cpu', 'triton', 'reference'"):
+    with pytest.raises(
+        ValueError, match=r"backend is 'cuda'; it must be 'auto' or one of 'cpu', 'triton', 'reference'"
+    ):
         ra.ring_attention(*torch.randn(3, 1, 4, 2, 4).unbind(0), backend="cuda")
