@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.resources
 import os
+import warnings
 
 import torch
 from torch import Tensor
@@ -68,16 +69,24 @@ def _library() -> ctypes.CDLL | str:
     # An editable install has the library in another directory than the modules; importlib knows both.
     path = _env.cpu_library() or str(importlib.resources.files("ringattn.kernels") / "libringattn_cpu.so")
     if not os.path.isfile(path):
-        return f"its library is missing ({path}); `pip install -v` with a C++ compiler builds it, or shows why not"
+        return _without(
+            f"its library is missing ({path}); `pip install -v` with a C++ compiler builds it, or shows why not"
+        )
     try:
         # torch is imported above, so that its OpenMP runtime is the one that the library finds.
         library = ctypes.CDLL(path)
     except OSError as error:
-        return f"its library does not load ({error})"
+        return _without(f"its library does not load ({error})")
     for function in (library.ra_forward, library.ra_backward):
         function.argtypes = [ctypes.POINTER(_Args), ctypes.c_int]
     library.ra_level_name.restype = ctypes.c_char_p
     return library
+
+
+def _without(reason: str) -> str:
+    """The reason, said once: `backend="auto"` goes on, several times slower."""
+    warnings.warn(f"ringattn: the cpu backend is not used: {reason}.", RuntimeWarning, stacklevel=2)
+    return reason
 
 
 def _levels() -> dict[str, int]:
