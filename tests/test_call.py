@@ -161,7 +161,7 @@ REFUSALS = {
     "backend unknown": (
         {"backend": "abacus"},
         ValueError,
-        "ring_attention: backend is 'abacus'; it must be 'auto' or one of 'reference'",
+        "ring_attention: backend is 'abacus'; it must be 'auto' or one of 'cpu', 'triton', 'reference'",
     ),
     "mask is no mask": (
         {"mask": "causal"},

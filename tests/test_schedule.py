@@ -82,7 +82,7 @@ def sweep():
         )
 
 
-@pytest.mark.parametrize(("backend", "layout"), sweep())
+@pytest.mark.parametrize(("backend", "layout"), list(sweep()))
 @pytest.mark.parametrize("name", masks())
 def test_every_mask_layout_and_world_size(name, layout, backend):
     dtype, rtol = (torch.float64, 1e-12) if backend == "reference" else (torch.float32, FP32)
