@@ -1,9 +1,9 @@
 // Adds the gradients of a rectangle of scores: Dao, "FlashAttention-2", 2023, algorithm 2.
 //
-// A team of threads owns a key head. It walks over the head's tiles in chunks, and for each chunk over the keys in blocks.
-// A step is one chunk x one block, in two phases: first each tile gets its weights, the gradients of its scores and its
-// dq; then each panel of keys gets its dk and dv, summed over the chunk. Every sum is made by one thread in one order, so
-// that the number of threads changes no bit.
+// A team of threads owns a key head. It walks over the head's tiles in chunks, and for each chunk over the keys in
+// blocks. A step is one chunk x one block, in two phases: first each tile gets its weights, the gradients of its scores
+// and its dq; then the keys get their dk and dv, summed over the chunk. Every sum is made by one thread and in one
+// order, so that the number of threads changes no bit.
 
 #include "level.h"
 #include "parallel.h"
@@ -14,13 +14,12 @@ RA_DECLARE_LEVEL(RA_LEVEL)
 namespace ringattn::RA_LEVEL {
 namespace {
 
-#ifndef BKB
-#define BKB 96
-#define CR 512
-#endif
-constexpr int64_t BLOCK_KEYS = BKB / PANEL * PANEL;
-constexpr int64_t CHUNK_TILES = CR / LANES;
-constexpr int64_t PART_TILES = 128 / LANES;
+// Larger chunks read and write keys and their gradients less often, larger blocks the tiles. On a Zen 3 core 96 keys
+// and 1024 rows are within 2% of the best of 48 to 126 and 256 to 1024 for S = 2048 and D = 64 and 128; 256 rows cost
+// 7%.
+constexpr int64_t BLOCK_KEYS = 96 / PANEL * PANEL;
+constexpr int64_t CHUNK_TILES = 1024 / LANES;
+constexpr int64_t PART_TILES = PART / LANES; // a sum over rows has parts as one in registers has
 
 template <class U>
 struct Tile {
@@ -32,8 +31,8 @@ struct Tile {
     Span keys;                      // the panels of the block at hand that it sees
     float lse[LANES], delta[LANES]; // delta times softmax_scale
     Unit *q, *dout;                 // [unit of the head dim][LANES]
-    Unit *q_rows, *dout_rows;       // [unit of rows][head dim]
-    Unit *p, *ds;                   // [BLOCK_KEYS][unit of rows], weights and gradients of dot products
+    Unit *q_rows, *dout_rows;       // [unit of rows][head dim], q finite
+    Unit *p, *ds;                   // [BLOCK_KEYS][unit of rows], weights, and gradients of dot products
     float *dq;                      // [D][LANES]
 };
 
@@ -45,11 +44,12 @@ struct Shared {
     Barrier barrier;
     Tile<U> tiles[CHUNK_TILES];
     Unit *k, *v;   // [BLOCK_KEYS][unit of the head dim]
-    Unit *k_along; // [unit of keys][D]
+    Unit *k_along; // [unit of keys][D], finite
 
     Shared(const ra_args &args, Arena &arena) {
         const int64_t k_ld = padded(args.head_dim), v_ld = padded(args.v_head_dim);
-        for (Tile<U> &tile : tiles) {
+        for (int64_t t = 0; t < least(CHUNK_TILES, tiles_of(args)); t++) {
+            Tile<U> &tile = tiles[t];
             tile.q = arena.take<Unit>(k_ld / U::per * LANES);
             tile.dout = arena.take<Unit>(v_ld / U::per * LANES);
             tile.q_rows = arena.take<Unit>(LANES / U::per * k_ld);
@@ -75,10 +75,10 @@ class Worker {
     const int64_t k_ld_, v_ld_;
     Shared<U> *team_ = nullptr;
     int rank_ = 0, size_ = 1; // in the team
-    float *dots_, *dp_;  // one panel: [PANEL][LANES]
-    float *sums_;        // [BLOCK_KEYS][D or Dv]
-    Unit *ds_along_;     // [unit of keys][LANES]
-    float *rows_, *row_; // LANES and `per` rows, to pack
+    float *dots_, *dp_;       // [PANEL][LANES]
+    Unit *ds_along_;          // [unit of keys][LANES]
+    float *sums_;             // [BLOCK_KEYS][D or Dv]
+    float *rows_, *row_;      // LANES and `per` rows, to pack
 
   public:
     Worker(const ra_args &args, Arena &arena)
@@ -86,8 +86,8 @@ class Worker {
         const int64_t widest = most(k_ld_, v_ld_);
         dots_ = arena.take<float>(PANEL * LANES);
         dp_ = arena.take<float>(PANEL * LANES);
-        sums_ = arena.take<float>(BLOCK_KEYS * widest);
         ds_along_ = arena.take<Unit>(BLOCK_KEYS / U::per * LANES);
+        sums_ = arena.take<float>(BLOCK_KEYS * widest);
         rows_ = arena.take<float>(LANES * widest);
         row_ = arena.take<float>(U::per * widest);
     }
@@ -106,7 +106,7 @@ class Worker {
             Span seen = {args_.keys, 0};
             for (int64_t t = 0; t < count; t++) seen.add(team_->tiles[t].sight.any);
             for (int64_t block = seen.begin / BLOCK_KEYS * BLOCK_KEYS; block < seen.end; block += BLOCK_KEYS)
-                step(batch, kv_head, count, block, seen.panels(block, BLOCK_KEYS));
+                step(count, {batch, kv_head, block, args_.keys - block}, seen.panels(block, BLOCK_KEYS));
             share(0, count, 1, [&](int64_t t) { close(team_->tiles[t]); });
             wait();
         }
@@ -135,47 +135,41 @@ class Worker {
             if (tile.lse[i] == -INF) tile.lse[i] = INF;
             tile.delta[i] *= args_.softmax_scale;
         }
-        load_rows(place.rows(args_.q, args_.dtype, args_.head_dim), tile.q);
-        load_rows(place.rows(args_.dout, args_.dtype, args_.v_head_dim), tile.dout);
-        pack_along<U, true>(place.rows(args_.q, args_.dtype, args_.head_dim), 0, LANES, tile.q_rows, row_);
-        pack_along<U, false>(place.rows(args_.dout, args_.dtype, args_.v_head_dim), 0, LANES, tile.dout_rows, row_);
+        const Rows q = place.rows(args_.q, args_.dtype, args_.head_dim);
+        const Rows dout = place.rows(args_.dout, args_.dtype, args_.v_head_dim);
+        pack_lanes<U>(q, tile.q, rows_, row_);
+        pack_lanes<U>(dout, tile.dout, rows_, row_);
+        pack_along<U, true>(q, 0, LANES, tile.q_rows, row_);
+        pack_along<U, false>(dout, 0, LANES, tile.dout_rows, row_);
         memset(tile.dq, 0, sizeof(float) * args_.head_dim * LANES);
-    }
-
-    void load_rows(const Rows &rows, Unit *to) {
-        Unit *const units = (Unit *)rows_;
-        pack_across<U>(rows, 0, LANES, units, row_);
-        rows_to_lanes(units, padded(rows.width) / U::per, units_of<U>(rows.width), to);
     }
 
     void close(const Tile<U> &tile) {
         if (tile.sight.any.is_empty()) return;
         const Place &place = tile.place;
-        lanes_to_rows(tile.dq, args_.head_dim, rows_, k_ld_);
+        unpack_lanes(tile.dq, args_.head_dim, rows_);
         for (int64_t i = 0; i < place.count; i++)
             add_row(rows_ + i * k_ld_, &number_at(args_.dq, place.batch, place.row + i, place.head), args_.head_dim);
     }
 
-    void step(int64_t batch, int64_t kv_head, int64_t count, int64_t block, Span keys) {
-        share(keys.begin, keys.end, PANEL, [&](int64_t panel) { pack(batch, kv_head, block, panel); });
+    // One block, of which the chunk sees the panels in `seen`.
+    void step(int64_t count, const Keys &block, Span seen) {
+        share(seen.begin, seen.end, PANEL, [&](int64_t panel) { pack(block, panel); });
         wait();
-        share(0, count, 1, [&](int64_t t) { to_queries(team_->tiles[t], block); });
+        share(0, count, 1, [&](int64_t t) { to_queries(team_->tiles[t], block.first); });
         wait();
-        // Neighbouring panels use the same rows of the tiles, so that each thread takes a run of them.
-        const int64_t run = round_up((keys.end - keys.begin + size_ - 1) / size_, PANEL);
-        const Span mine = {keys.begin + rank_ * run, least(keys.begin + (rank_ + 1) * run, keys.end)};
+        // Neighbours use the same rows of the tiles, so that each thread takes a run of panels.
+        const int64_t run = round_up((seen.end - seen.begin + size_ - 1) / size_, PANEL);
+        const Span mine = {seen.begin + rank_ * run, least(seen.begin + (rank_ + 1) * run, seen.end)};
         if (mine.is_empty()) return;
-        const int64_t rest = args_.keys - block;
-        to_keys(count, mine, &Tile<U>::p, &Tile<U>::dout_rows, {args_.dv, RA_FLOAT32, batch, kv_head, block, rest, args_.v_head_dim});
-        to_keys(count, mine, &Tile<U>::ds, &Tile<U>::q_rows, {args_.dk, RA_FLOAT32, batch, kv_head, block, rest, args_.head_dim});
+        to_keys(count, mine, &Tile<U>::p, &Tile<U>::dout_rows, block.rows(args_.dv, RA_FLOAT32, args_.v_head_dim));
+        to_keys(count, mine, &Tile<U>::ds, &Tile<U>::q_rows, block.rows(args_.dk, RA_FLOAT32, args_.head_dim));
     }
 
-    void pack(int64_t batch, int64_t kv_head, int64_t block, int64_t panel) {
-        const int64_t count = args_.keys - block;
-        const Rows k = {args_.k, args_.dtype, batch, kv_head, block, count, args_.head_dim};
-        const Rows v = {args_.v, args_.dtype, batch, kv_head, block, count, args_.v_head_dim};
+    void pack(const Keys &block, int64_t panel) {
+        const Rows k = block.rows(args_.k, args_.dtype, args_.head_dim);
         pack_across<U>(k, panel, panel + PANEL, team_->k, row_);
-        pack_across<U>(v, panel, panel + PANEL, team_->v, row_);
+        pack_across<U>(block.rows(args_.v, args_.dtype, args_.v_head_dim), panel, panel + PANEL, team_->v, row_);
         pack_along<U, true>(k, panel, panel + PANEL, team_->k_along, row_);
     }
 
@@ -216,9 +210,8 @@ class Worker {
                 Vec ds[U::per];
                 for (int u = 0; u < U::per; u++) {
                     const int64_t at = (i + u) * LANES + j * W, key = panel + i + u;
-                    Vec slope;
-                    const Vec score = score_.with_slope(load<Vec>(dots_ + at), slope);
-                    Vec p = exp(score - load<Vec>(tile.lse + j * W)), dp = load<Vec>(dp_ + at) * args_.softmax_scale;
+                    Vec slope, p = exp(score_(load<Vec>(dots_ + at), slope) - load<Vec>(tile.lse + j * W));
+                    Vec dp = load<Vec>(dp_ + at) * args_.softmax_scale;
                     Vec kept = p;
                     if (tile.dropout.is_on) {
                         const Vec factors = tile.dropout.factors(block + key, j);
@@ -243,14 +236,15 @@ class Worker {
     void to_keys(int64_t count, Span keys, Unit *Tile<U>::*weights, Unit *Tile<U>::*rows, const Rows &grads) {
         const int64_t ld = padded(grads.width);
         memset(sums_ + keys.begin * ld, 0, sizeof(float) * (keys.end - keys.begin) * ld);
-        for (int64_t d = 0; d < grads.width; d += LANES)
-            for (int64_t part = 0; part < count; part += PART_TILES)
+        for (int64_t part = 0; part < count; part += PART_TILES)
+            for (int64_t d = 0; d < grads.width; d += LANES)
                 for (int64_t panel = keys.begin; panel < keys.end; panel += PANEL) {
                     Accumulators sums = {};
                     for (int64_t t = part; t < least(part + PART_TILES, count); t++) {
                         const Tile<U> &tile = team_->tiles[t];
-                        if (tile.keys.begin <= panel && panel < tile.keys.end)
-                            multiply<U>(sums, tile.*weights + panel * ROW_UNITS, ROW_UNITS, 1, tile.*rows + d, ld, ROW_UNITS);
+                        if (panel < tile.keys.begin || panel >= tile.keys.end) continue;
+                        const Unit *const a = tile.*weights + panel * ROW_UNITS, *const b = tile.*rows + d;
+                        multiply<U>(sums, a, ROW_UNITS, 1, b, ld, ROW_UNITS);
                     }
                     add(sums, sums_ + panel * ld + d, ld);
                 }
@@ -261,7 +255,7 @@ class Worker {
     }
 };
 
-// The number of teams: as many as leave hardly a thread without work, since a team that waits for itself is slower.
+// As many teams as leave at most an eighth of the threads' time idle, since a team waits for its slowest.
 int teams_for(int64_t heads, int threads) {
     for (int teams = (int)least(heads, threads);; teams--) {
         const int64_t turns = (heads + teams - 1) / teams, size = threads / teams;

@@ -33,21 +33,21 @@ struct Level {
     bool (*runs_here)();
 };
 
-bool always() {
+inline bool always() {
     return true;
 }
 
 #if defined(__x86_64__)
-bool has_avx2() {
+inline bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-bool has_avx512() {
+inline bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-bool has_avx512bf16() {
+inline bool has_avx512bf16() {
     return has_avx512() && __builtin_cpu_supports("avx512bf16");
 }
 #endif
@@ -86,7 +86,9 @@ const Level *find(int bit) {
 int run(const ra_args *args, int bit, Call *Level::*call) {
     const Level *const level = find(bit);
     if (!level) return RA_NO_SUCH_LEVEL;
-    if (args->dtype < RA_FLOAT32 || args->dtype > RA_FLOAT16 || args->threads < 1) return RA_BAD_ARGUMENT;
+    const bool is_known = args->dtype >= RA_FLOAT32 && args->dtype <= RA_FLOAT16;
+    const bool is_grouped = args->heads == 0 || (args->kv_heads > 0 && args->heads % args->kv_heads == 0);
+    if (!is_known || !is_grouped || args->threads < 1) return RA_BAD_ARGUMENT;
     return (level->*call)(*args);
 }
 

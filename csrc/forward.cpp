@@ -1,7 +1,7 @@
 // Folds a rectangle of keys into the running softmax of query rows: Dao, "FlashAttention-2", 2023, algorithm 1.
 //
 // A tile's queries lie in the lanes, so that the max and the sum of a row need no exchange between lanes, and keys and
-// values are broadcast one unit at a time from where they lie. A task owns some tiles that share a key head; it packs the
+// values are broadcast one unit at a time from where they lie. A task owns some tiles of one key head; it packs the
 // keys block by block, and each block serves all its tiles.
 
 #include <math.h>
@@ -15,13 +15,10 @@ RA_DECLARE_LEVEL(RA_LEVEL)
 namespace ringattn::RA_LEVEL {
 namespace {
 
-// Keys of a block, which has to stay in the L2 cache with its values, and rows of a task, over which its packing pays.
-#ifndef BK
-#define BK 192
-#define TR 1024
-#endif
-constexpr int64_t BLOCK_KEYS = BK / PANEL * PANEL;
-constexpr int64_t TASK_TILES = TR / LANES;
+// Keys of a block, packed once for the rows of a task. On a Zen 3 core 126 keys and 2048 rows are within 2% of the best
+// of 126 to 378 and 512 to 2048 for S = 2048 and D = 64 and 128; 512 rows cost 8%, since keys are packed more often.
+constexpr int64_t BLOCK_KEYS = 128 / PANEL * PANEL;
+constexpr int64_t TASK_TILES = 2048 / LANES;
 
 // A tile and its running softmax: the largest score so far, and the sum of exp(score - m).
 template <class U>
@@ -51,9 +48,9 @@ class Task {
         : args_(args), score_(args), q_units_(units_of<U>(args.head_dim)),
           k_ld_(padded(args.head_dim) / U::per), v_ld_(padded(args.v_head_dim)) {
         const int64_t widest = padded(most(args.head_dim, args.v_head_dim));
-        for (Tile<U> &tile : tiles_) {
-            tile.q = arena.take<Unit>(q_units_ * LANES);
-            tile.acc = arena.take<float>(round_up(args.v_head_dim, PANEL) * LANES);
+        for (int64_t t = 0; t < least(TASK_TILES, tiles_of(args)); t++) {
+            tiles_[t].q = arena.take<Unit>(q_units_ * LANES);
+            tiles_[t].acc = arena.take<float>(round_up(args.v_head_dim, PANEL) * LANES);
         }
         keys_ = arena.take<Unit>(BLOCK_KEYS * k_ld_);
         values_ = arena.take<Unit>(BLOCK_KEYS / U::per * v_ld_);
@@ -77,7 +74,7 @@ class Task {
             count++;
         }
         for (int64_t block = seen.begin / BLOCK_KEYS * BLOCK_KEYS; block < seen.end; block += BLOCK_KEYS) {
-            pack(batch, kv_head, block, seen.panels(block, BLOCK_KEYS));
+            pack({batch, kv_head, block, args_.keys - block}, seen.panels(block, BLOCK_KEYS));
             for (int64_t t = 0; t < count; t++) {
                 const Span keys = tiles_[t].sight.any.panels(block, BLOCK_KEYS);
                 if (!keys.is_empty()) fold(tiles_[t], block, keys);
@@ -90,9 +87,7 @@ class Task {
     void open(Tile<U> &tile) {
         const Place &place = tile.place;
         tile.dropout.look(args_, place);
-        Unit *const rows = (Unit *)rows_;
-        pack_across<U>(place.rows(args_.q, args_.dtype, args_.head_dim), 0, LANES, rows, row_);
-        rows_to_lanes(rows, k_ld_, q_units_, tile.q);
+        pack_lanes<U>(place.rows(args_.q, args_.dtype, args_.head_dim), tile.q, rows_, row_);
         if (args_.start) {
             for (int64_t i = 0; i < LANES; i++) tile.m[i] = -INF, tile.l[i] = 0;
             memset(tile.acc, 0, sizeof(float) * args_.v_head_dim * LANES);
@@ -100,35 +95,19 @@ class Task {
         }
         place.read(args_.m, tile.m);
         place.read(args_.l, tile.l);
-        pack_across<Single>(place.rows(args_.acc, RA_FLOAT32, args_.v_head_dim), 0, LANES, rows_, row_);
-        rows_to_lanes(rows_, v_ld_, args_.v_head_dim, tile.acc);
+        pack_lanes<Single>(place.rows(args_.acc, RA_FLOAT32, args_.v_head_dim), tile.acc, rows_, row_);
     }
 
-    void pack(int64_t batch, int64_t kv_head, int64_t block, Span keys) {
-        const int64_t count = args_.keys - block;
-        const Rows k = {args_.k, args_.dtype, batch, kv_head, block, count, args_.head_dim};
-        const Rows v = {args_.v, args_.dtype, batch, kv_head, block, count, args_.v_head_dim};
-        pack_across<U>(k, keys.begin, keys.end, keys_, row_);
-        pack_along<U, false>(v, keys.begin, keys.end, values_, row_);
+    void pack(const Keys &block, Span seen) {
+        pack_across<U>(block.rows(args_.k, args_.dtype, args_.head_dim), seen.begin, seen.end, keys_, row_);
+        pack_along<U, false>(block.rows(args_.v, args_.dtype, args_.v_head_dim), seen.begin, seen.end, values_, row_);
     }
 
+    // Panels [keys.begin, keys.end) of the block at key `block`.
     void fold(Tile<U> &tile, int64_t block, Span keys) {
-        Vec top[VECS], shift[VECS], decay[VECS], sum[VECS];
+        Vec top[VECS], shift[VECS], decay[VECS];
         for (int j = 0; j < VECS; j++) top[j] = broadcast(-INF);
-        for (int64_t k = keys.begin; k < keys.end; k += PANEL) {
-            const Accumulators dots = product<U>(keys_ + k * k_ld_, k_ld_, 1, tile.q, LANES, q_units_);
-            float *const scores = scores_ + k * LANES;
-            if (tile.sight.is_whole(block + k) && !score_.is_capped()) {
-                for_each(dots, [&](int i, int j, Vec dot) {
-                    const Vec s = score_.uncapped(dot);
-                    top[j] = max(top[j], s);
-                    store(scores + i * LANES + j * W, s);
-                });
-            } else {
-                for_each(dots, [&](int i, int j, Vec dot) { store(scores + i * LANES + j * W, dot); });
-                score(tile, block + k, scores, top);
-            }
-        }
+        for (int64_t panel = keys.begin; panel < keys.end; panel += PANEL) score(tile, block, panel, top);
         for (int j = 0; j < VECS; j++) {
             const Vec m = load<Vec>(tile.m + j * W), new_m = max(m, top[j]);
             // 0 stands in for -inf, so that a row without keys gets exp(-inf - 0) = 0.
@@ -137,63 +116,74 @@ class Task {
             store(tile.m + j * W, new_m);
         }
         if (tile.dropout.is_on)
-            weigh<true>(tile, block, keys, shift, sum);
+            weigh<true>(tile, block, keys, shift, decay);
         else
-            weigh<false>(tile, block, keys, shift, sum);
-        for (int j = 0; j < VECS; j++) {
-            float *const l = tile.l + j * W;
-            store(l, load<Vec>(l) * decay[j] + sum[j]);
-        }
+            weigh<false>(tile, block, keys, shift, decay);
         const int64_t first = keys.begin / U::per, units = (keys.end - keys.begin) / U::per;
         const Unit *const weights = (const Unit *)scores_ + first * LANES, *const values = values_ + first * v_ld_;
         for (int64_t d = 0; d < args_.v_head_dim; d += PANEL) {
             const Accumulators sums = product<U>(values + d, 1, v_ld_, weights, LANES, units);
-            float *const acc = tile.acc + d * LANES;
             for_each(sums, [&](int i, int j, Vec x) {
-                float *const a = acc + i * LANES + j * W;
-                store(a, load<Vec>(a) * decay[j] + x);
+                float *const acc = tile.acc + (d + i) * LANES + j * W;
+                store(acc, load<Vec>(acc) * decay[j] + x);
             });
         }
     }
 
-    // A panel at `key`, where there is a cap or where some row does not see all of it: from dot products to scores.
-    void score(const Tile<U> &tile, int64_t key, float *scores, Vec *top) {
+    // The scores of a panel, -inf where a row does not see a key, and the largest of each row so far.
+    void score(const Tile<U> &tile, int64_t block, int64_t panel, Vec *top) {
+        float *const scores = scores_ + panel * LANES;
+        const Accumulators dots = product<U>(keys_ + panel * k_ld_, k_ld_, 1, tile.q, LANES, q_units_);
+        if (tile.sight.is_whole(block + panel) && !score_.is_capped()) {
+            for_each(dots, [&](int i, int j, Vec dot) {
+                const Vec s = dot * score_.scale;
+                top[j] = max(top[j], s);
+                store(scores + i * LANES + j * W, s);
+            });
+            return;
+        }
+        for_each(dots, [&](int i, int j, Vec dot) { store(scores + i * LANES + j * W, dot); });
         for (int64_t i = 0; i < PANEL; i++)
             for (int j = 0; j < VECS; j++) {
                 float *const at = scores + i * LANES + j * W;
-                const Vec s = tile.sight.sees(key + i, j) ? score_(load<Vec>(at)) : broadcast(-INF);
-                top[j] = max(top[j], s);
-                store(at, s);
+                Vec slope;
+                const Vec s = score_(load<Vec>(at), slope);
+                const Vec seen = tile.sight.sees(block + panel + i, j) ? s : broadcast(-INF);
+                top[j] = max(top[j], seen);
+                store(at, seen);
             }
     }
 
-    // From scores to weights, in place, and their sums, in which dropped weights stay.
+    // From scores to weights, in place, and to l, in which dropped weights stay.
     template <bool drops>
-    void weigh(const Tile<U> &tile, int64_t block, Span keys, const Vec *shift, Vec *sum) {
-        Vec total[VECS] = {};
+    void weigh(Tile<U> &tile, int64_t block, Span keys, const Vec *shift, const Vec *decay) {
+        Vec sum[VECS] = {};
         for (int64_t k = keys.begin; k < keys.end; k += U::per)
 #pragma GCC unroll 4
             for (int j = 0; j < VECS; j++) {
                 Vec p[U::per];
                 for (int u = 0; u < U::per; u++) {
                     p[u] = exp(load<Vec>(scores_ + (k + u) * LANES + j * W) - shift[j]);
-                    total[j] += p[u];
+                    sum[j] += p[u];
                     if (drops) p[u] *= tile.dropout.factors(block + k + u, j);
                 }
                 store((Unit *)scores_ + k / U::per * LANES + j * W, U::join(p));
             }
-        for (int j = 0; j < VECS; j++) sum[j] = total[j];
+        for (int j = 0; j < VECS; j++) {
+            float *const l = tile.l + j * W;
+            store(l, load<Vec>(l) * decay[j] + sum[j]);
+        }
     }
 
     void close(const Tile<U> &tile) {
         const Place &place = tile.place;
-        lanes_to_rows(tile.acc, args_.v_head_dim, rows_, v_ld_);
+        unpack_lanes(tile.acc, args_.v_head_dim, rows_);
         for (int64_t i = 0; i < place.count; i++) {
             const int64_t row = place.row + i;
             float *const acc = rows_ + i * v_ld_;
             number_at(args_.m, place.batch, row, place.head) = tile.m[i];
             number_at(args_.l, place.batch, row, place.head) = tile.l[i];
-            write_row(RA_FLOAT32, acc, at(args_.acc, 4, place.batch, row, place.head), args_.v_head_dim);
+            write_row(RA_FLOAT32, acc, at(args_.acc, sizeof(float), place.batch, row, place.head), args_.v_head_dim);
             if (args_.finish) finish(place, row, acc, tile.m[i], tile.l[i]);
         }
     }
@@ -218,7 +208,7 @@ class Task {
 template <class U>
 int forward_with(const ra_args &args) {
     const int64_t heads = args.batch * args.kv_heads, tiles = tiles_of(args);
-    // Four tasks for each thread, if there are as many tiles, so that none waits long for the last.
+    // Where possible four tasks for each thread, so that none waits long for the last.
     const int64_t task_tiles = most(1, least(TASK_TILES, heads * tiles / (4 * (int64_t)args.threads)));
     const int64_t per_head = (tiles + task_tiles - 1) / task_tiles, tasks = heads * per_head;
     const int threads = (int)least(args.threads, tasks);

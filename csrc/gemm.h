@@ -5,7 +5,9 @@
 
 namespace ringattn::RA_LEVEL {
 
-// Accumulators: PANEL rows of VECS vectors. They, a row of the right operand and one broadcast fill the registers.
+// Accumulators: PANEL rows of VECS vectors. They, a row of the right operand and one broadcast stay in registers.
+// Forward, S = 2048, one thread, D = 64 / 128: 8 x 2 does 232 / 242 GFLOP/s on Zen 5 with 16 lanes (8 x 3: 223 / 237,
+// 6 x 4: 224 / 233), and 6 x 2 is 1% / 4% faster than 4 x 3 on Zen 3 with 8 lanes.
 #if RA_WIDTH == 16
 constexpr int PANEL = 8, VECS = 2;
 #elif RA_WIDTH == 8
@@ -76,7 +78,7 @@ RA_INLINE void multiply(Accumulators &c, const typename U::Unit *a, int64_t a_ro
     }
 }
 
-// Sums are cut into parts of this many units, so that rounding errors do not grow with the length of the sum.
+// Sums are cut into parts of this many units, so that rounding errors hardly grow with the length of the sum.
 constexpr int64_t PART = 128;
 
 RA_INLINE void add(Accumulators &c, const Accumulators &more) {

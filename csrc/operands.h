@@ -108,8 +108,8 @@ struct Rows {
     }
 };
 
-// Every operand is made of units of 32 bits. They lie across a row where the head dim is contracted, along the rows where
-// those are. Packing fills rows [begin, end), multiples of U::per, of an operand; `row` holds U::per rows of fp32.
+// Every operand is made of units of 32 bits. They lie across a row where the head dim is contracted, along the rows
+// where those are. Packing fills rows [begin, end), multiples of U::per; `row` holds U::per rows of fp32.
 
 template <class U>
 RA_INLINE int64_t units_of(int64_t width) {
@@ -147,16 +147,20 @@ static inline void pack_along(const Rows &rows, int64_t begin, int64_t end, type
     }
 }
 
-// [LANES][ld] to [width][LANES], and back.
-template <class Unit>
-static inline void rows_to_lanes(const Unit *rows, int64_t ld, int64_t width, Unit *lanes) {
-    for (int64_t d = 0; d < width; d++)
-        for (int64_t i = 0; i < LANES; i++) lanes[d * LANES + i] = rows[i * ld + d];
+// [unit of the head dim][LANES], the right operand of scores. `rows` holds LANES rows of fp32.
+template <class U>
+static inline void pack_lanes(const Rows &from, typename U::Unit *to, float *rows, float *row) {
+    typename U::Unit *const units = (typename U::Unit *)rows;
+    pack_across<U>(from, 0, LANES, units, row);
+    const int64_t ld = padded(from.width) / U::per;
+    for (int64_t d = 0; d < units_of<U>(from.width); d++)
+        for (int64_t i = 0; i < LANES; i++) to[d * LANES + i] = units[i * ld + d];
 }
 
-static inline void lanes_to_rows(const float *lanes, int64_t width, float *rows, int64_t ld) {
+// From [width][LANES] to rows of padded(width).
+static inline void unpack_lanes(const float *from, int64_t width, float *rows) {
     for (int64_t i = 0; i < LANES; i++)
-        for (int64_t d = 0; d < width; d++) rows[i * ld + d] = lanes[d * LANES + i];
+        for (int64_t d = 0; d < width; d++) rows[i * padded(width) + d] = from[d * LANES + i];
 }
 
 static inline void add_row(const float *row, float *to, int64_t count) {

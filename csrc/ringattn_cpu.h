@@ -33,7 +33,8 @@ typedef struct {
     ra_tensor m, l;       // [B, H, S], largest score so far (-inf: none) and sum of exp(score - m)
     ra_tensor lse, delta; // [B, H, S], natural log; rowsum(dout * out) - dlse
     ra_tensor dq, dk, dv; // [B, S, H, D], [B, T, Hkv, D], [B, T, Hkv, Dv]
-    // Row q sees key k iff lo[q] <= k < hi[q]. [S] with bounds_batch_stride 0, else [B, S] with that stride in elements.
+    // Row q sees key k iff lo[q] <= k < hi[q]. [S] with bounds_batch_stride 0, else [B, S] with that stride, in
+    // elements.
     // Over the rows that see something lo and hi never decrease; a row that sees nothing has lo = T, hi = 0.
     const int32_t *lo, *hi;
     int64_t bounds_batch_stride;

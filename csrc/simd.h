@@ -1,4 +1,4 @@
-// The one vocabulary of vectors: generic vectors of the compiler, W lanes wide, and what the processor does better.
+// The one vocabulary of vectors: the compiler's generic ones, W lanes wide, and the few instructions it would miss.
 //
 // Every name here lives in the namespace of its level, so that no function compiled for one processor is ever linked
 // into the code for another.
@@ -88,10 +88,9 @@ RA_INLINE Exponential exponential(Vec x) {
     const Vec rounded = x * 1.44269504f + ROUND;
     const Vec f = x - (rounded - ROUND) * 0.693147181f;
     // Minimax for (e^f - 1) / f on [-log(2) / 2, log(2) / 2] with 1 at 0, relative error 1.4e-8.
-    const Vec f2 = f * f;
-    const Vec high = f * 1.3882517e-3f + 8.3665475e-3f, middle = f * 4.1667201e-2f + 1.6666543e-1f, low = f * 4.9999997e-1f + 1.0f;
-    const Vec rest = (high * f2 + middle) * f2 + low;
-    return {(Vec)(bits(rounded) << 23), rest * f};
+    const Vec f2 = f * f, low = f * 4.9999997e-1f + 1.0f, middle = f * 4.1667201e-2f + 1.6666543e-1f;
+    const Vec high = f * 1.3882517e-3f + 8.3665475e-3f;
+    return {(Vec)(bits(rounded) << 23), ((high * f2 + middle) * f2 + low) * f};
 }
 
 // e^x, exactly 1 at 0 and exactly 0 below -87.7, -inf included; NaN stays. x is at most 88.

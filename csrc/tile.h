@@ -30,6 +30,15 @@ struct Place {
     }
 };
 
+// Keys of one key head from `first` on, of which there are `count`.
+struct Keys {
+    int64_t batch, head, first, count;
+
+    Rows rows(const ra_tensor &tensor, int32_t dtype, int64_t width) const {
+        return {tensor, dtype, batch, head, first, count, width};
+    }
+};
+
 // The number of tiles of a key head.
 static inline int64_t tiles_of(const ra_args &args) {
     return (args.rows + LANES - 1) / LANES * (args.heads / args.kv_heads);
@@ -98,24 +107,16 @@ struct Score {
         return cap != 0;
     }
 
-    Vec uncapped(Vec dot) const {
-        return dot * scale;
-    }
-
-    Vec operator()(Vec dot) const {
-        return is_capped() ? cap * tanh(dot * scale) : uncapped(dot);
-    }
-
-    // Also the derivative of the capped score in the uncapped one.
-    Vec with_slope(Vec dot, Vec &slope) const {
-        if (!is_capped()) return uncapped(dot);
+    // `slope`, set where there is a cap: the derivative of the capped score in the uncapped one.
+    Vec operator()(Vec dot, Vec &slope) const {
+        if (!is_capped()) return dot * scale;
         const Vec t = tanh(dot * scale);
         slope = 1.0f - t * t;
         return cap * t;
     }
 };
 
-// What dropout multiplies the weights of a tile by.
+// What the weights of a tile are multiplied by.
 struct Dropout {
     bool is_on;
     uint64_t seed;
@@ -138,8 +139,8 @@ struct Dropout {
         for (int64_t i = 0; i < LANES; i++) q_pos[i] = i < place.count ? (uint32_t)args.q_pos[place.row + i] : 0;
     }
 
-    // For a key and the rows in vector j: a weight survives iff its random word is at least floor(p * 2^32). Factors and
-    // not a selection, so that NaN survives too.
+    // For a key and the rows of vector j: a weight survives iff its random word is at least floor(p * 2^32). These are
+    // factors and no selection, so that NaN survives too.
     Vec factors(int64_t key, int j) const {
         if (key >= keys) return Vec{};
         const VecU word = philox_word((uint32_t)k_pos[key], load<VecU>(q_pos + j * W), head, batch, seed);
