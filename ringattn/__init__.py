@@ -5,11 +5,12 @@ next block is already travelling. Start at `ring_attention`; for Hugging Face mo
 """
 
 from ringattn.api import ring_attention, shard, unshard
+from ringattn.balance import balanced, choose_layout
 from ringattn.kernels import backends
 from ringattn.layout import layouts, per_document
 from ringattn.masks import Bounds, Causal, Chunked, Documents, Full, Mask, PrefixLM, Rows, Spans, Window
 from ringattn.merge import merge
-from ringattn.plan import Plan, build_plan
+from ringattn.plan import Cost, Plan, build_plan, cost
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,7 @@ __all__ = [
     "Bounds",
     "Causal",
     "Chunked",
+    "Cost",
     "Documents",
     "Full",
     "Mask",
@@ -27,7 +29,10 @@ __all__ = [
     "Window",
     "__version__",
     "backends",
+    "balanced",
     "build_plan",
+    "choose_layout",
+    "cost",
     "layouts",
     "merge",
     "per_document",

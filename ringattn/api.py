@@ -45,7 +45,7 @@ def arguments(
     if not isinstance(mask, Mask):
         raise ValueError(f"ring_attention: mask is {mask!r}; it must be a mask such as ringattn.Causal().")
     named = isinstance(layout, str)
-    if not named and not isinstance(layout, layouts.PerDocument):
+    if not named and not isinstance(layout, layouts.Value):
         raise ValueError(
             f"ring_attention: layout is {layout!r}; it must be a name or a value such as ringattn.per_document(...)."
         )
@@ -149,7 +149,8 @@ def ring_attention(
         q: queries `[B, S, H, D]`, fp64, fp32, bf16 or fp16.
         k: keys `[B, S, Hkv, D]`; H is a multiple of Hkv. v: values `[B, S, Hkv, Dv]`.
         mask: what each row sees, of the whole sequence; default `Causal()`.
-        layout: which rows each rank holds: a name (`ringattn.layouts()`) or a value such as `per_document(cu_seqlens)`.
+        layout: which rows each rank holds: a name (`ringattn.layouts()`) or a value such as `per_document(cu_seqlens)` or
+            `balanced(mask, seqlen, world_size)`; "auto" must be resolved first, with `choose_layout`.
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None for a ring of one.
         seqlen: global tokens; needed only where shards differ in length; default `S * world size`.
         softmax_scale: multiplies the scores; default `D ** -0.5`.

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 import ringattn
+from ringattn.balance import balanced, choose_layout
 from ringattn.kernels import Request, backends
-from ringattn.layout import layouts
+from ringattn.layout import Layout, layouts
 from ringattn.masks import Causal, Chunked, Documents, Full, Mask, PrefixLM, Window
-from ringattn.plan import Plan, build_plan
+from ringattn.plan import Plan, build_plan, cost
 
 __all__ = ["main"]
 
@@ -47,6 +48,9 @@ MASKS: dict[str, tuple[str, Callable[[str], Mask]]] = {
     "chunked": ("chunked:SIZE[,OFFSET]", lambda text: Chunked(*_numbers(text))),
     "prefix": ("prefix:LENGTH", lambda text: PrefixLM(*_numbers(text))),
 }
+
+# layouts that are made for a mask, a length and a world size
+MADE: dict[str, Callable[[Mask, int, int], Layout]] = {"balanced": balanced, "auto": choose_layout}
 
 
 def parse_mask(text: str) -> Mask:
@@ -82,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     plan.add_argument("--mask", default="causal", help=" | ".join(form for form, _ in MASKS.values()))
-    plan.add_argument("--layout", default="zigzag", help=" | ".join(layouts()))
+    plan.add_argument("--layout", default="zigzag", help=" | ".join([*layouts(), *MADE]))
     plan.add_argument("--seqlen", type=int, required=True, help="tokens of the whole sequence")
     plan.add_argument("--world-size", type=int, required=True)
     plan.add_argument("--heads", type=int, default=32)
@@ -140,13 +144,15 @@ def print_plan(args: argparse.Namespace) -> None:
             f"--heads is {args.heads} and --kv-heads {args.kv_heads}; heads must be a multiple of kv-heads."
         )
     mask = parse_mask(args.mask)
-    plans = [build_plan(mask, args.layout, args.seqlen, args.world_size, rank) for rank in range(args.world_size)]
+    sizes = (args.seqlen, args.world_size)
+    layout = MADE[args.layout](mask, *sizes) if args.layout in MADE else args.layout
+    plans = [build_plan(mask, layout, *sizes, rank) for rank in range(args.world_size)]
     _print_hops(plans, 2 * args.kv_heads * args.head_dim * DTYPES[args.dtype].itemsize)
     _print_totals(plans, args)
     if args.png is not None:
         from ringattn.picture import draw_schedule
 
-        draw_schedule(mask, args.layout, args.seqlen, args.world_size, args.png)
+        draw_schedule(mask, layout, *sizes, args.png)
         print(f"wrote {args.png}")
 
 
@@ -167,12 +173,15 @@ def _print_totals(plans: list[Plan], args: argparse.Namespace) -> None:
     forward = sum(plan.bytes(**heads) for plan in plans)
     both = forward + sum(plan.bytes(**heads, backward=True) for plan in plans)
     flops = max(plan.flops(batch=1, heads=args.heads, head_dim=args.head_dim) for plan in plans)
-    areas = [plan.area for plan in plans]
-    total = sum(areas)
-    balance = max(areas) * len(areas) / total if total else 1.0
+    total = sum(plan.area for plan in plans)
+    work = cost(plans[0].mask, plans[0].layout, args.seqlen, args.world_size)
+    layout = plans[0].layout if isinstance(plans[0].layout, str) else plans[0].layout.title
     print()
     print(f"pairs seen            {total:,} of {args.seqlen**2:,} ({total / args.seqlen**2:.1%})")
-    print(f"busiest rank          {balance:.3f} x the mean, {flops / 1e12:,.3f} TFLOP forward")
+    print(f"layout                {layout}, {len(plans[0].hops)} hops")
+    print(f"tiles of 128 x 128    {sum(work.rank_tiles):,}, {work.inflation:.3f} x those of one device")
+    print(f"busiest rank          {work.balance:.3f} x the mean, {flops / 1e12:,.3f} TFLOP forward")
+    print(f"hops in lock-step     {work.lockstep_balance:.3f} x the mean")
     print(f"sent, all ranks       {forward:,} bytes forward, {both:,} with backward (batch 1)")
 
 

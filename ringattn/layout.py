@@ -17,8 +17,10 @@ from torch import Tensor
 from ringattn.masks import Documents
 
 __all__ = [
+    "Balanced",
     "Layout",
     "PerDocument",
+    "Value",
     "contiguous",
     "decode",
     "fingerprint",
@@ -83,12 +85,38 @@ def striped(seqlen: int, world_size: int, rank: int) -> Ranges:
     return _joined([range(rank, seqlen, world_size)])
 
 
-@dataclasses.dataclass(frozen=True)
-class PerDocument:
+class Value:
+    """A layout given as a value: frozen, and the same in every process if its `code` is.
+
+    Attributes:
+        code: int64 `[n]` on the CPU, the complete description, which begins with the kind of value.
+        title: what pictures and messages call it.
+    """
+
+    code: Tensor
+    title: str
+
+    def __call__(self, seqlen: int, world_size: int, rank: int) -> Ranges:
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _bytes(self) -> bytes:
+        return self.code.numpy().tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Value) and self._bytes == other._bytes
+
+    def __hash__(self) -> int:
+        return hash(self._bytes)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PerDocument(Value):
     """Each packed document laid out as a zigzag of its own; made by `per_document`."""
 
     cu_seqlens: tuple[int, ...]
-    code: Tensor = dataclasses.field(init=False, compare=False, repr=False)
+    code: Tensor = dataclasses.field(init=False, repr=False)
+    title = "per document"
 
     def __post_init__(self) -> None:
         documents = Documents(self.cu_seqlens)  # the same vector, with the same checks
@@ -108,6 +136,37 @@ class PerDocument:
         )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Balanced(Value):
+    """Chunks of `chunk` tokens, the i-th on rank `owners[i]`; made by `ringattn.balanced` for one length and world size.
+
+    Raises:
+        ValueError: when used, the sequence has another length or the ring another size.
+    """
+
+    seqlen: int
+    world_size: int
+    chunk: int
+    owners: tuple[int, ...] = dataclasses.field(repr=False)
+    code: Tensor = dataclasses.field(init=False, repr=False)
+    title = "balanced"
+    KIND = -1  # no mask's, which a code of documents begins with
+
+    def __post_init__(self) -> None:
+        numbers = [self.KIND, self.seqlen, self.world_size, self.chunk, *self.owners]
+        with torch.inference_mode(False):  # it is remembered, and training may use it next
+            object.__setattr__(self, "code", torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+
+    def __call__(self, seqlen: int, world_size: int, rank: int) -> Ranges:
+        if (seqlen, world_size) != (self.seqlen, self.world_size):
+            raise ValueError(
+                f"balanced: it was made for {self.seqlen} tokens on {self.world_size} ranks and is used for {seqlen} on {world_size}; "
+                "they must agree. Make one with ringattn.balanced(mask, seqlen, world_size)."
+            )
+        starts = np.flatnonzero(np.array(self.owners, dtype=np.int64) == rank) * self.chunk
+        return _joined(range(int(start), min(int(start) + self.chunk, seqlen)) for start in starts)
+
+
 def per_document(cu_seqlens: Iterable[int] | Tensor) -> PerDocument:
     """The layout that spreads every packed document over all ranks, each as a zigzag.
 
@@ -123,7 +182,7 @@ def per_document(cu_seqlens: Iterable[int] | Tensor) -> PerDocument:
     return PerDocument(cu_seqlens)  # type: ignore[arg-type]
 
 
-Layout = str | PerDocument
+Layout = str | Value
 
 _LAYOUTS: dict[str, LayoutFunction] = {f.__name__: f for f in (contiguous, zigzag, striped)}
 
@@ -139,13 +198,18 @@ def resolve(layout: Layout) -> LayoutFunction:
     Raises:
         ValueError: there is no layout of that name.
     """
+    if layout == "auto":
+        raise ValueError(
+            "layout is 'auto'; it must be one layout before tensors are cut. Take ringattn.choose_layout(mask, seqlen, world_size) "
+            "and pass what it returns everywhere."
+        )
     if isinstance(layout, str):
         if layout not in _LAYOUTS:
             raise ValueError(
                 f"layout is {layout!r}; it must be one of {', '.join(map(repr, _LAYOUTS))}, or a value such as per_document(...)."
             )
         return _LAYOUTS[layout]
-    if not isinstance(layout, PerDocument):
+    if not isinstance(layout, Value):
         raise ValueError(
             f"layout is {layout!r}; it must be a name ({', '.join(map(repr, _LAYOUTS))}) or a value such as per_document(...)."
         )
@@ -156,19 +220,20 @@ def decode(name: str, code: Tensor | None) -> Layout:
     """The layout that entered an operator as its name, or (with an empty name) as the `code` of a value."""
     if name or code is None:
         return name
-    return _per_document(code.numpy().tobytes())
+    return _decode(code.numpy().tobytes())
 
 
 @functools.lru_cache(64)
-def _per_document(code: bytes) -> PerDocument:
-    return PerDocument(tuple(np.frombuffer(code, dtype=np.int64)[3:].tolist()))
+def _decode(code: bytes) -> Value:
+    kind, *numbers = np.frombuffer(code, dtype=np.int64).tolist()
+    if kind == Balanced.KIND:
+        return Balanced(numbers[0], numbers[1], numbers[2], tuple(numbers[3:]))
+    return PerDocument(tuple(numbers[2:]))
 
 
 def fingerprint(layout: Layout) -> str:
     """What ranks compare: the name, or sixteen hex digits that stand for the value."""
-    return (
-        layout if isinstance(layout, str) else hashlib.blake2b(layout.code.numpy().tobytes(), digest_size=8).hexdigest()
-    )
+    return layout if isinstance(layout, str) else hashlib.blake2b(layout._bytes, digest_size=8).hexdigest()
 
 
 @functools.lru_cache(1024)

@@ -70,7 +70,7 @@ def _name(plan: Plan) -> str:
 
 def _title(plans: list[Plan]) -> str:
     plan = plans[0]
-    layout = plan.layout if isinstance(plan.layout, str) else "per document"
+    layout = plan.layout if isinstance(plan.layout, str) else plan.layout.title
     return f"{_name(plan)} mask, {layout} layout: {plan.seqlen:,} tokens over {plan.world_size} ranks"
 
 

@@ -16,9 +16,9 @@ from ringattn import layout as layouts
 from ringattn.layout import Layout
 from ringattn.masks import Mask
 
-__all__ = ["Block", "Hop", "Plan", "build_plan"]
+__all__ = ["TILE", "Block", "Cost", "Hop", "Plan", "bounds_of", "build_plan", "check_sizes", "cost"]
 
-Runs = tuple[tuple[int, int], ...]  # disjoint, increasing [start, stop)
+TILE = 128  # rows and keys of the tiles in which work is counted, those of the fastest kernels
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,6 +39,19 @@ class Block:
     area: int
     lo: Tensor = dataclasses.field(repr=False)
     hi: Tensor = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def tiles(self) -> int:
+        """Tiles of 128 x 128 that are computed, partial ones whole, summed over the batch rows of a mask for a whole batch.
+
+        A tile of rows begins at a multiple of 128 local rows, one of keys at a multiple of 128 of `keys`; as a kernel does, a
+        tile of rows walks from the first key that one of its rows sees to the last.
+        """
+        lo, hi = self.lo.numpy(), self.hi.numpy()
+        starts = np.arange(0, lo.shape[-1], TILE)
+        first = np.minimum.reduceat(lo, starts, axis=-1) // TILE
+        stop = -(-np.maximum.reduceat(hi, starts, axis=-1) // TILE)
+        return int(np.maximum(stop - first, 0).sum(dtype=np.int64))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,6 +77,11 @@ class Hop:
     def recv_rows(self) -> int:
         """How many rows this rank receives."""
         return sum(map(len, self.recv))
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that this rank computes with the keys of this hop; see `Block.tiles`."""
+        return sum(block.tiles for block in self.blocks)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,6 +125,11 @@ class Plan:
         """(query, key) pairs that this rank computes and a row sees, per batch row (of the whole batch, if the mask is for one)."""
         return sum(block.area for hop in self.hops for block in hop.blocks)
 
+    @property
+    def tiles(self) -> int:
+        """Tiles that this rank computes; see `Block.tiles`."""
+        return sum(hop.tiles for hop in self.hops)
+
     def flops(
         self, *, batch: int, heads: int, head_dim: int, v_head_dim: int | None = None, backward: bool = False
     ) -> int:
@@ -138,108 +161,196 @@ class Plan:
         return keys + sum(hop.recv_rows for hop in self.hops) * per_row * max(4, dtype.itemsize)
 
 
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a layout costs, over all ranks of a ring, in tiles of 128 x 128 and in rows of K and V.
+
+    Attributes:
+        hop_tiles: for each hop, rank 0's own keys first, the tiles of the rank that computes most on it.
+        rank_tiles: for each rank, its tiles on all hops.
+        rows: rows of K and V that all ranks send in a forward pass.
+        single_tiles: the tiles of the same mask on one device.
+    """
+
+    hop_tiles: tuple[int, ...]
+    rank_tiles: tuple[int, ...]
+    rows: int
+    single_tiles: int
+
+    @property
+    def lockstep_tiles(self) -> int:
+        """How long the ring takes, in tiles, if every hop waits for the rank that computes most on it."""
+        return sum(self.hop_tiles)
+
+    @property
+    def balance(self) -> float:
+        """Tiles of the busiest rank over the mean: 1 is even; the time if hops wait for nobody."""
+        return max(self.rank_tiles) * len(self.rank_tiles) / max(1, sum(self.rank_tiles))
+
+    @property
+    def lockstep_balance(self) -> float:
+        """`lockstep_tiles` over the mean tiles of a rank: 1 is even on every hop; never below `balance`."""
+        return self.lockstep_tiles * len(self.rank_tiles) / max(1, sum(self.rank_tiles))
+
+    @property
+    def inflation(self) -> float:
+        """Tiles of all ranks over those of one device: above 1 where the layout cuts tiles that one device computes whole."""
+        return sum(self.rank_tiles) / max(1, self.single_tiles)
+
+
+def cost(mask: Mask, layout: Layout, seqlen: int, world_size: int) -> Cost:
+    """What a layout costs over all ranks; see `Cost`.
+
+    Raises:
+        ValueError: as `build_plan` does.
+
+    Example:
+        >>> from ringattn.masks import Causal
+        >>> measured = cost(Causal(), "zigzag", 4096, 4)
+        >>> measured.balance, measured.lockstep_balance, measured.inflation
+        (1.0, 1.0, 1.0)
+    """
+    plans = [build_plan(mask, layout, seqlen, world_size, rank) for rank in range(world_size)]
+    return Cost(
+        tuple(max(hop.tiles for hop in hops) for hops in zip(*(plan.hops for plan in plans), strict=True)),
+        tuple(plan.tiles for plan in plans),
+        sum(hop.send_rows for plan in plans for hop in plan.hops),
+        build_plan(mask, "contiguous", seqlen, 1, 0).tiles,
+    )
+
+
+def check_sizes(who: str, mask: Mask, seqlen: int, world_size: int, rank: int = 0) -> None:
+    """Refuse what is no mask, no length, no ring or no rank of it, or a mask for another length."""
+    if not isinstance(mask, Mask):
+        raise ValueError(f"{who}: mask is {mask!r}; it must be a mask such as ringattn.Causal().")
+    if seqlen < 0 or world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(
+            f"{who}: seqlen {seqlen}, world_size {world_size}, rank {rank}; needs seqlen >= 0 and 0 <= rank < world_size."
+        )
+    if mask.seqlen is not None and mask.seqlen != seqlen:
+        raise ValueError(
+            f"{who}: mask {type(mask).__name__} is for {mask.seqlen} tokens and the sequence has {seqlen}; they must agree."
+        )
+
+
 @functools.lru_cache(8)
-def _canonical(mask: Mask, seqlen: int) -> tuple[np.ndarray, ...]:
-    """The mask's intervals over the whole sequence, each int64 `[2, N]` or `[2, batch, N]`: clipped, checked, none all empty.
+def bounds_of(mask: Mask, seqlen: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """The mask's intervals over the whole sequence, pairs of int32 `[N]` or `[batch, N]`: clipped, checked, none all empty.
 
     A row that sees nothing has `lo = N`, `hi = 0`.
     """
     out = []
-    for lo, hi in mask.intervals(torch.arange(seqlen, device="cpu")):
-        lo, hi = (t.numpy().clip(0, seqlen) for t in torch.broadcast_tensors(lo, hi))
+    for ends in mask.intervals(layouts.positions("contiguous", seqlen, 1, 0)):
+        lo, hi = (t.numpy().clip(0, seqlen).astype(np.int32) for t in torch.broadcast_tensors(*ends))
         seen = lo < hi
         if not seen.any():
             continue
-        bounds = np.stack([np.where(seen, lo, seqlen), np.where(seen, hi, 0)])
-        _check_order(mask, bounds, seen)
-        out.append(bounds)
+        _check_order(mask, lo, hi, seen)
+        if not seen.all():
+            lo, hi = np.where(seen, lo, np.int32(seqlen)), np.where(seen, hi, np.int32(0))
+        out.append((lo, hi))
     return tuple(out)
 
 
-def _check_order(mask: Mask, bounds: np.ndarray, seen: np.ndarray) -> None:
+def _check_order(mask: Mask, lo: np.ndarray, hi: np.ndarray, seen: np.ndarray) -> None:
     """Refuse bounds that decrease from one row that sees something to the next."""
-    for name, values in zip(("lo", "hi"), bounds, strict=True):
+    for name, values in (("lo", lo), ("hi", hi)):
         for row_values, row_seen in zip(np.atleast_2d(values), np.atleast_2d(seen), strict=True):
-            rows = np.flatnonzero(row_seen)
-            falls = np.flatnonzero(np.diff(row_values[rows]) < 0)
-            if len(falls):
-                a, b = rows[falls[0]], rows[falls[0] + 1]
+            inside = row_values if row_seen.all() else row_values[row_seen]
+            falls = inside[1:] < inside[:-1]
+            if falls.any():
+                at = int(falls.argmax())
+                a, b = np.flatnonzero(row_seen)[at : at + 2]
                 raise ValueError(
                     f"{type(mask).__name__}: {name} falls from {row_values[a]} at row {a} to {row_values[b]} at row {b}; "
                     "over the rows that see something it must not decrease. Split the mask with | into parts that do not."
                 )
 
 
+def _each_row(bounds: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """`lo` and `hi` of some rows, `[rows]`, one batch row after the other."""
+    yield from zip(*(np.atleast_2d(x[..., rows]) for x in bounds), strict=True)
+
+
 @functools.lru_cache(1024)
 def _visible(mask: Mask, layout: Layout, seqlen: int, world_size: int, rank: int) -> np.ndarray:
-    """The global keys that a rank's rows see, over all intervals and batch rows, as disjoint increasing runs, int64 `[n, 2]`."""
+    """The global keys that a rank's rows see, over all intervals and batch rows, as disjoint increasing runs, int32 `[n, 2]`."""
     mine = layouts.positions(layout, seqlen, world_size, rank).numpy()
-    pairs = []
-    for bounds in _canonical(mask, seqlen):
-        lo, hi = bounds[..., mine].reshape(2, -1)
-        pairs.append(np.stack([lo, hi], 1)[lo < hi])
-    runs = np.concatenate(pairs) if pairs else np.zeros((0, 2), dtype=np.int64)
-    if len(runs) == 0:
-        return runs
+    found = [np.zeros((0, 2), dtype=np.int32)]
+    for bounds in bounds_of(mask, seqlen):
+        for lo, hi in _each_row(bounds, mine):
+            seen = lo < hi
+            found.append(_runs(lo, hi) if seen.all() else _runs(lo[seen], hi[seen]))
+    runs = np.concatenate(found)
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
-    reach = np.maximum.accumulate(runs[:, 1])
-    starts = np.flatnonzero(np.r_[True, runs[1:, 0] > reach[:-1]])  # a gap before it
-    return np.stack([runs[starts, 0], reach[np.r_[starts[1:] - 1, len(runs) - 1]]], 1)
+    return _runs(runs[:, 0], np.maximum.accumulate(runs[:, 1]))
 
 
+def _runs(lo: np.ndarray, hi: np.ndarray) -> np.ndarray:
+    """The union of `[lo, hi)`, neither of which decreases, as runs that are apart, `[n, 2]`."""
+    is_gap = lo[1:] > hi[:-1]
+    end = np.ones(min(1, len(lo)), dtype=bool)
+    starts, stops = (np.flatnonzero(np.concatenate(parts)) for parts in ((end, is_gap), (is_gap, end)))
+    return np.stack([lo[starts], hi[stops]], 1)
+
+
+@functools.lru_cache(4096)
 def _needed(mask: Mask, layout: Layout, seqlen: int, world_size: int, rank: int, source: int) -> tuple[range, ...]:
     """The local rows of `source` that a row of `rank` sees."""
     runs = _visible(mask, layout, seqlen, world_size, rank)
     theirs = layouts.positions(layout, seqlen, world_size, source).numpy()
     rows = np.searchsorted(theirs, runs)
-    rows = rows[rows[:, 0] < rows[:, 1]]
-    if len(rows) == 0:
-        return ()
     # runs that are apart in the sequence may touch among the rows of one rank
-    starts = np.flatnonzero(np.r_[True, rows[1:, 0] > rows[:-1, 1]])
-    stops = rows[np.r_[starts[1:] - 1, len(rows) - 1], 1]
-    return tuple(range(int(a), int(b)) for a, b in zip(rows[starts, 0], stops, strict=True))
+    rows = rows[rows[:, 0] < rows[:, 1]]
+    return tuple(range(a, b) for a, b in _runs(rows[:, 0], rows[:, 1]).tolist())
 
 
 @functools.lru_cache(64)
 def _offsets(mask: Mask, layout: Layout, seqlen: int, world_size: int) -> tuple[int, ...]:
     """The offsets at which some rank reads something, ascending, without 0."""
-    table = [
-        (r.start, r.stop, r.step, rank)
-        for rank in range(world_size)
-        for r in layouts.ranges(layout, seqlen, world_size, rank)
-    ]
-    if not table:
-        return ()
-    start, stop, step, owner = np.array(table, dtype=np.int64).T
-    found: set[int] = set()
-    for rank in range(world_size):
-        for a, b in _visible(mask, layout, seqlen, world_size, rank):
-            first = (
-                start + np.maximum(0, -(-(a - start) // step)) * step
-            )  # the first position of each range that is not before a
-            found.update(np.unique((rank - owner[first < np.minimum(stop, b)]) % world_size).tolist())
-        if len(found) == world_size:
-            break
-    return tuple(sorted(found - {0}))
+    ring = (mask, layout, seqlen, world_size)
+    return tuple(
+        offset
+        for offset in range(1, world_size)
+        if any(_needed(*ring, rank, (rank - offset) % world_size) for rank in range(world_size))
+    )
+
+
+def _rows_before(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """`np.searchsorted(keys, values)` in int32, quicker where values do not decrease and keys are few stretches without a gap.
+
+    From one end of a stretch to the next the answer is a constant, or the value less a constant.
+    """
+    stretches = _runs(keys, keys + np.int32(1))
+    if values.ndim > 1 or 2 * len(stretches) > len(values) or (values[1:] < values[:-1]).any():
+        return np.searchsorted(keys, values).astype(np.int32)
+    edges = np.searchsorted(values, stretches.ravel())
+    lengths = np.diff(edges, prepend=0, append=len(values))
+    before = np.concatenate([[0], np.diff(stretches)[:, 0].cumsum()])  # keys before each stretch
+    slope, offset = np.zeros((2, len(lengths)), dtype=np.int32)
+    slope[1::2], offset[::2], offset[1::2] = 1, before, before[:-1] - stretches[:, 0]
+    return values * np.repeat(slope, lengths) + np.repeat(offset, lengths)
 
 
 def _blocks(mask: Mask, seqlen: int, mine: np.ndarray, keys: np.ndarray) -> Iterator[Block]:
     """One block for each interval that sees one of the keys at hand (global positions `keys`)."""
-    if len(mine) == 0:
+    if len(mine) == 0 or len(keys) == 0:
         return
-    for bounds in _canonical(mask, seqlen):
-        lo, hi = np.searchsorted(keys, bounds[..., mine])
+    keys = keys.astype(np.int32)
+    for bounds in bounds_of(mask, seqlen):
+        lo, hi = (_rows_before(keys, ends[..., mine]) for ends in bounds)
         seen = lo < hi
         rows = np.flatnonzero(seen.reshape(-1, len(mine)).any(0))
         if len(rows) == 0:
             continue
         first, last = int(lo[seen].min()), int(hi[seen].max())
-        lo = np.where(seen, lo - first, last - first).astype(np.int32)
-        hi = np.where(seen, hi - first, 0).astype(np.int32)
+        area = int((hi - lo)[seen].sum(dtype=np.int64))
+        lo, hi = (
+            np.where(seen, lo - np.int32(first), np.int32(last - first)),
+            np.where(seen, hi - np.int32(first), np.int32(0)),
+        )
         row_range = range(int(rows[0]), int(rows[-1]) + 1)
         inside = slice(row_range.start, row_range.stop)
-        area = int((hi - lo)[seen].sum(dtype=np.int64))
         is_full = bool((lo[..., inside] == 0).all() and (hi[..., inside] == last - first).all())
         yield Block(row_range, range(first, last), is_full, area, torch.from_numpy(lo), torch.from_numpy(hi))
 
@@ -259,23 +370,14 @@ def build_plan(mask: Mask, layout: Layout, seqlen: int, world_size: int, rank: i
         >>> [hop.offset for hop in build_plan(Window(3), "contiguous", 64, 8, 0).hops]
         [0, 1]
     """
-    if not isinstance(mask, Mask):
-        raise ValueError(f"build_plan: mask is {mask!r}; it must be a mask such as ringattn.Causal().")
-    if seqlen < 0 or world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(
-            f"build_plan: seqlen {seqlen}, world_size {world_size}, rank {rank}; needs seqlen >= 0 and 0 <= rank < world_size."
-        )
-    if mask.seqlen is not None and mask.seqlen != seqlen:
-        raise ValueError(
-            f"build_plan: mask {type(mask).__name__} is for {mask.seqlen} tokens and the sequence has {seqlen}; they must agree."
-        )
-    mine = layouts.positions(layout, seqlen, world_size, rank)
-    hops = [Hop(0, (), (), tuple(_blocks(mask, seqlen, mine.numpy(), mine.numpy())))]
-    for offset in _offsets(mask, layout, seqlen, world_size):
+    check_sizes("build_plan", mask, seqlen, world_size, rank)
+    ring = (mask, layout, seqlen, world_size)
+    mine = layouts.positions(layout, seqlen, world_size, rank).numpy()
+    hops = [Hop(0, (), (), tuple(_blocks(mask, seqlen, mine, mine)))]
+    for offset in _offsets(*ring):
         source, target = (rank - offset) % world_size, (rank + offset) % world_size
-        send = _needed(mask, layout, seqlen, world_size, target, rank)
-        recv = _needed(mask, layout, seqlen, world_size, rank, source)
+        send, recv = _needed(*ring, target, rank), _needed(*ring, rank, source)
         theirs = layouts.positions(layout, seqlen, world_size, source).numpy()
-        keys = np.concatenate([theirs[r.start : r.stop] for r in recv]) if recv else theirs[:0]
-        hops.append(Hop(offset, send, recv, tuple(_blocks(mask, seqlen, mine.numpy(), keys))))
+        keys = np.concatenate([theirs[:0], *(theirs[r.start : r.stop] for r in recv)])
+        hops.append(Hop(offset, send, recv, tuple(_blocks(mask, seqlen, mine, keys))))
     return Plan(mask, layout, seqlen, world_size, rank, tuple(hops))

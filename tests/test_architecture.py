@@ -16,7 +16,7 @@ LAYERS = (
     ("masks", "_env"),
     ("layout",),
     ("plan",),
-    ("kernels", "transport"),
+    ("kernels", "transport", "balance"),
     ("merge", "schedule", "handshake"),
     ("call",),
     ("ops",),
@@ -26,7 +26,7 @@ LAYERS = (
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-EXPORTED = {"api", "masks", "layout", "plan", "merge", "kernels"}  # what ringattn/__init__.py may import
+EXPORTED = {"api", "balance", "masks", "layout", "plan", "merge", "kernels"}  # what ringattn/__init__.py may import
 HEAVY = ("triton", "transformers", "accelerate", "matplotlib")
 
 

@@ -59,6 +59,9 @@ def test_a_value_comes_back_from_its_code():
     assert (again, hash(again)) == (layout, hash(layout))
     assert layout_module.fingerprint(again) == layout_module.fingerprint(layout) != "per_document"
     assert layout_module.fingerprint(ra.per_document((0, 4, 10))) != layout_module.fingerprint(layout)
+    made = ra.balanced(ra.Causal(), 10, 3)
+    assert layout_module.decode("", made.code) == made != layout
+    assert layout_module.decode("", made.code)(10, 3, 1) == made(10, 3, 1)
     assert layout_module.decode("zigzag", None) == layout_module.fingerprint("zigzag") == "zigzag"
 
 

@@ -17,13 +17,14 @@ def plans(mask, layout, world_size, seqlen=SEQLEN):
     return [build_plan(mask, layout, seqlen, world_size, rank) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("layout", layouts().values(), ids=layouts())
+@pytest.mark.parametrize("kind", [*layouts(), "balanced"])
 @pytest.mark.parametrize("name", masks())
-def test_plan_against_brute_force(name, layout):
+def test_plan_against_brute_force(name, kind):
     mask = masks()[name]
     seen = visible(mask, SEQLEN)
     by_any_row = seen if seen.dim() == 2 else seen.any(0)
     for world_size in WORLDS:
+        layout = ra.balanced(mask, SEQLEN, world_size) if kind == "balanced" else layouts()[kind]
         ranks = plans(mask, layout, world_size)
         covered = torch.zeros(seen.shape, dtype=torch.int32)
         needed_offsets = {0}
@@ -58,6 +59,51 @@ def test_plan_against_brute_force(name, layout):
         assert sum(plan.area for plan in ranks) == int(seen.sum())
         for plan in ranks:
             assert [hop.offset for hop in plan.hops] == sorted(needed_offsets)
+
+
+def tiles_by_brute_force(block, tile):
+    """Tiles from the first key that some row of a tile of rows sees to the last, of one block."""
+    at = torch.arange(len(block.keys))
+    sees = (block.lo[..., None] <= at) & (at < block.hi[..., None])
+    found = 0
+    for rows in sees.reshape(-1, *sees.shape[-2:]):
+        for part in rows.split(tile):
+            keys = part.any(0).nonzero().flatten().tolist()
+            found += keys[-1] // tile - keys[0] // tile + 1 if keys else 0
+    return found
+
+
+@pytest.mark.parametrize("tile", [1, 3, 4])
+@pytest.mark.parametrize("name", masks())
+def test_tiles_against_brute_force(name, tile, monkeypatch):
+    monkeypatch.setattr(plan_module, "TILE", tile)
+    build_plan.cache_clear()  # blocks remember their tiles
+    mask = masks()[name]
+    for layout in ra.layouts():
+        ranks = plans(mask, layout, 3)
+        want = [[sum(tiles_by_brute_force(block, tile) for block in hop.blocks) for hop in plan.hops] for plan in ranks]
+        work = ra.cost(mask, layout, SEQLEN, 3)
+        assert [[hop.tiles for hop in plan.hops] for plan in ranks] == want
+        assert work.rank_tiles == tuple(map(sum, want))
+        assert work.hop_tiles == tuple(map(max, zip(*want, strict=True)))
+        assert work.rows == sum(hop.recv_rows for plan in ranks for hop in plan.hops)
+        (one,) = plans(mask, "contiguous", 1)
+        assert work.single_tiles == sum(tiles_by_brute_force(block, tile) for block in one.hops[0].blocks)
+    build_plan.cache_clear()
+
+
+def test_costs_of_known_layouts():
+    causal = ra.cost(ra.Causal(), "zigzag", 8192, 4)
+    assert (causal.balance, causal.lockstep_balance, causal.inflation) == (1, 1, 1)
+    assert causal.single_tiles == 64 * 65 // 2
+    late = ra.cost(ra.Causal(), "contiguous", 8192, 4)
+    assert late.rank_tiles == (136, 392, 648, 904)
+    assert late.hop_tiles == (136, 256, 256, 256)
+    assert (late.balance, late.lockstep_balance, late.inflation) == (904 * 4 / 2080, 904 * 4 / 2080, 1)
+    striped = ra.cost(ra.Causal(), "striped", 8192, 4)
+    assert striped.inflation == 2176 / 2080  # the diagonal is cut on every hop
+    nothing = ra.cost(ra.Causal(), "zigzag", 0, 4)
+    assert (nothing.balance, nothing.lockstep_balance, nothing.inflation) == (0, 0, 0)
 
 
 def test_flops_and_bytes():
@@ -122,7 +168,7 @@ def test_plans_are_values():
 def test_a_default_device_of_the_users_changes_nothing(name):
     want = build_plan(masks()[name], "zigzag", SEQLEN, 2, 1)
     build_plan.cache_clear()
-    plan_module._canonical.cache_clear()
+    plan_module.bounds_of.cache_clear()
     with torch.device("meta"):
         got = build_plan(want.mask, "zigzag", SEQLEN, 2, 1)
     for hop, wanted in zip(got.hops, want.hops, strict=True):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from ringattn.balance import choose_layout
 from ringattn.handshake import share_verdict
 from ringattn.hf.attention import FIRST, NAME, Group, RingContext, text
 from ringattn.hf.batch import IGNORED, make_masks, shift
@@ -88,7 +89,8 @@ def attach(
     Args:
         model: a causal LM or bare decoder of a family in `FAMILIES`, loaded with `attn_implementation="ringattn"`.
         group: a process group, a mesh of one axis, or None for one process.
-        layout: "zigzag" (default), "contiguous", "striped" or a layout value.
+        layout: "zigzag" (default), "contiguous", "striped", a layout value, or "auto": for each batch that of
+            `ringattn.choose_layout`, from what its layers without a window see.
         loss_scale: "fsdp" (default) as above, where `num_items_in_batch`, if the caller gives it, is the number of
             labelled tokens over all data ranks and accumulated micro-batches; "caller" hands the caller's
             `num_items_in_batch` to the loss function untouched.
@@ -115,7 +117,8 @@ def attach(
     _check_model(model, _size(group))
     if loss_scale not in ("fsdp", "caller"):
         raise ValueError(f"ringattn.hf.attach: loss_scale is {loss_scale!r}; it must be 'fsdp' or 'caller'.")
-    resolve(layout)
+    if layout != "auto":
+        resolve(layout)
     settings = _Settings(group, layout, loss_scale, data_group, backend, timeout)
     old, handles = getattr(model, _STATE, (None, ()))
     if old == settings:
@@ -318,7 +321,8 @@ class _Hook:
                 raise ValueError(f"{who}: {name} has shape {got}; it must be that of the whole batch, {shape}.")
 
         masks = make_masks(who, given, batch, seqlen, window)
-        index = positions(s.layout, seqlen, _size(s.group), _rank(s.group)).to(source.device)
+        layout = choose_layout(masks[None], seqlen, _size(s.group)) if s.layout == "auto" else s.layout
+        index = positions(layout, seqlen, _size(s.group), _rank(s.group)).to(source.device)
         rows = len(index)
         if rows == 0:  # models do not run on nothing
             index = torch.zeros(1, dtype=torch.int64, device=source.device)
@@ -335,7 +339,7 @@ class _Hook:
             mine = labels.to(source.device).index_select(1, index)
             local["labels"] = local["shift_labels"] = mine if rows else torch.full_like(mine, IGNORED)
             local["num_items_in_batch"] = given.get("num_items_in_batch")
-        local["ring"] = RingContext(s.group, s.layout, seqlen, rows, masks, s.backend, s.timeout, self.is_outer)
+        local["ring"] = RingContext(s.group, layout, seqlen, rows, masks, s.backend, s.timeout, self.is_outer)
         return local, labels
 
     def _items(self, items: Any, labels: Tensor) -> Any:
