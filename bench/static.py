@@ -107,7 +107,7 @@ def matrix(case: Case) -> str:
     """The instructions that must do the products. On NVIDIA the matrix units would round fp32 to TF32: it is left to FMAs."""
     unit = MATRIX_UNITS[case.arch]
     if case.dtype == "float32" and TARGETS[case.arch].backend == "cuda":
-        return "FFMA2" if case.arch == "sm_100" else "FFMA"
+        return "FFMA"
     return unit if min(m for m, _, _ in case.dots) >= WIDE_UNITS.get(unit, 0) else "HMMA"
 
 
@@ -234,6 +234,8 @@ def measure(case: Case) -> Report:
     kernel = compiled(target, f"_{case.kernel}", lambda: launch(case))
     program, registers = disassembled(kernel)
     loops = sorted(sass.main_loops(program), key=len)
+    # Where on-chip memory does not suffice ptxas may write a kernel that only traps, and say nothing.
+    assert loops, f"{case}: no loop with products was compiled"
     products = sass.MATRIX if sass.count(sass.MATRIX, program) else sass.FMA
     scores_per_warp = case.block_m * case.block_n / (target.warp_size * case.num_warps)
     return Report(
@@ -372,8 +374,8 @@ def main() -> None:
     print(table(reports))
     if options.csv:
         write_csv(options.csv, reports)
-    wrong = [line for report in reports for line in failures(report)]
-    raise SystemExit("\n".join(wrong))
+    if wrong := [line for report in reports for line in failures(report)]:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":
