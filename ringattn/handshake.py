@@ -6,6 +6,7 @@ and all ranks read all cards.
 
 import datetime
 import json
+import time
 from typing import Any
 
 import torch
@@ -38,22 +39,31 @@ def exchange(card: Card, name: str, timeout: float | None, who: str = "ring_atte
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     theirs = [mine if r == rank else torch.zeros_like(mine) for r in range(world_size)]
     cpu, peers = cpu_group(group), [r for r in range(world_size) if r != rank]
-    peer = rank
-    try:
-        # to and from each rank, and not one collective, so that an error is one rank's
-        works = []
-        for peer in peers:
+    works: list[tuple[int, dist.Work]] = []
+    silent: dict[int, RuntimeError] = {}
+    # to and from each rank, and not one collective, so that an error is one rank's
+    for peer in peers:
+        try:
             works.append((peer, dist.isend(mine, group=cpu, group_dst=peer, tag=TAG)))
             works.append((peer, dist.irecv(theirs[peer], group=cpu, group_src=peer, tag=TAG)))
-        for peer, work in works:  # noqa: B007
+        except RuntimeError as error:
+            silent[peer] = error
+    # the others' cards are exchanged to the end, or they would take this rank for the one that does not answer
+    deadline = time.monotonic() + (timeout or 0.0)
+    for peer, work in works:
+        try:
             if timeout is None:
                 work.wait()
             else:
-                work.wait(datetime.timedelta(seconds=timeout))
-    except RuntimeError as error:
+                work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+        except RuntimeError as error:
+            silent.setdefault(peer, error)
+    if silent:
+        peer, error = next(iter(silent.items()))
+        named = f"rank {peer}" if len(silent) == 1 else f"ranks {', '.join(map(str, sorted(silent)))}"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RuntimeError(
-            f"{who}: rank {rank} of {world_size} got no answer from rank {peer} before hop 0: {reason}; that rank died, left, or makes "
+            f"{who}: rank {rank} of {world_size} got no answer from {named} before hop 0: {reason}; that rank died, left, or makes "
             "another call. Look at its log first."
         ) from error
     return [json.loads(bytes(t.numpy()).rstrip(b"\0")) for t in theirs]
