@@ -269,7 +269,7 @@ def _check_order(mask: Mask, lo: np.ndarray, hi: np.ndarray, seen: np.ndarray) -
 
 def _each_row(bounds: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """`lo` and `hi` of some rows, `[rows]`, one batch row after the other."""
-    yield from zip(*(np.atleast_2d(x[..., rows]) for x in bounds), strict=True)
+    yield from zip(*(np.atleast_2d(x.take(rows, axis=-1)) for x in bounds), strict=True)
 
 
 @functools.lru_cache(1024)
@@ -316,42 +316,49 @@ def _offsets(mask: Mask, layout: Layout, seqlen: int, world_size: int) -> tuple[
     )
 
 
-def _rows_before(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """`np.searchsorted(keys, values)` in int32, quicker where values do not decrease and keys are few stretches without a gap.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Ends:
+    """One end of an interval for each row of a rank, global positions, int32 `[S]` or `[batch, S]`."""
 
-    From one end of a stretch to the next the answer is a constant, or the value less a constant.
-    """
-    stretches = _runs(keys, keys + np.int32(1))
-    if values.ndim > 1 or 2 * len(stretches) > len(values) or (values[1:] < values[:-1]).any():
-        return np.searchsorted(keys, values).astype(np.int32)
-    edges = np.searchsorted(values, stretches.ravel())
-    lengths = np.diff(edges, prepend=0, append=len(values))
-    before = np.concatenate([[0], np.diff(stretches)[:, 0].cumsum()])  # keys before each stretch
-    slope, offset = np.zeros((2, len(lengths)), dtype=np.int32)
-    slope[1::2], offset[::2], offset[1::2] = 1, before, before[:-1] - stretches[:, 0]
-    return values * np.repeat(slope, lengths) + np.repeat(offset, lengths)
+    values: np.ndarray
+
+    @functools.cached_property
+    def is_sorted(self) -> bool:
+        return self.values.ndim == 1 and not bool((self.values[1:] < self.values[:-1]).any())
+
+    def rows_before(self, keys: np.ndarray, stretches: np.ndarray) -> np.ndarray:
+        """`np.searchsorted(keys, values)` in int32, quicker where values do not decrease and keys are few stretches without a gap.
+
+        From one end of a stretch to the next the answer is a constant, or the value less a constant.
+        """
+        if 2 * len(stretches) > self.values.shape[-1] or not self.is_sorted:
+            return np.searchsorted(keys, self.values).astype(np.int32)
+        edges = np.searchsorted(self.values, stretches.ravel())
+        lengths = np.diff(edges, prepend=0, append=len(self.values))
+        before = np.concatenate([[0], np.diff(stretches)[:, 0].cumsum()])  # keys before each stretch
+        slope, offset = np.zeros((2, len(lengths)), dtype=np.int32)
+        slope[1::2], offset[::2], offset[1::2] = 1, before, before[:-1] - stretches[:, 0]
+        return self.values * np.repeat(slope, lengths) + np.repeat(offset, lengths)
 
 
-def _blocks(mask: Mask, seqlen: int, mine: np.ndarray, keys: np.ndarray) -> Iterator[Block]:
-    """One block for each interval that sees one of the keys at hand (global positions `keys`)."""
-    if len(mine) == 0 or len(keys) == 0:
-        return
+def _blocks(bounds: list[tuple[_Ends, _Ends]], keys: np.ndarray) -> Iterator[Block]:
+    """One block for each of a rank's intervals that sees one of the keys at hand (global positions `keys`)."""
     keys = keys.astype(np.int32)
-    for bounds in bounds_of(mask, seqlen):
-        lo, hi = (_rows_before(keys, ends[..., mine]) for ends in bounds)
+    stretches = _runs(keys, keys + np.int32(1))
+    for ends in bounds:
+        lo, hi = (end.rows_before(keys, stretches) for end in ends)
         seen = lo < hi
-        rows = np.flatnonzero(seen.reshape(-1, len(mine)).any(0))
+        rows = np.flatnonzero(seen.any(0) if seen.ndim > 1 else seen)
         if len(rows) == 0:
             continue
-        first, last = int(lo[seen].min()), int(hi[seen].max())
-        area = int((hi - lo)[seen].sum(dtype=np.int64))
-        lo, hi = (
-            np.where(seen, lo - np.int32(first), np.int32(last - first)),
-            np.where(seen, hi - np.int32(first), np.int32(0)),
-        )
+        sees_all = bool(seen.all())
+        area = int(((hi - lo) if sees_all else (hi - lo)[seen]).sum(dtype=np.int64))
+        first, last = int((lo if sees_all else lo[seen]).min()), int((hi if sees_all else hi[seen]).max())
+        lo, hi = lo - np.int32(first), hi - np.int32(first)
+        if not sees_all:
+            lo, hi = np.where(seen, lo, np.int32(last - first)), np.where(seen, hi, np.int32(0))
         row_range = range(int(rows[0]), int(rows[-1]) + 1)
-        inside = slice(row_range.start, row_range.stop)
-        is_full = bool((lo[..., inside] == 0).all() and (hi[..., inside] == last - first).all())
+        is_full = area == len(row_range) * (last - first) * (lo.size // lo.shape[-1])
         yield Block(row_range, range(first, last), is_full, area, torch.from_numpy(lo), torch.from_numpy(hi))
 
 
@@ -373,11 +380,12 @@ def build_plan(mask: Mask, layout: Layout, seqlen: int, world_size: int, rank: i
     check_sizes("build_plan", mask, seqlen, world_size, rank)
     ring = (mask, layout, seqlen, world_size)
     mine = layouts.positions(layout, seqlen, world_size, rank).numpy()
-    hops = [Hop(0, (), (), tuple(_blocks(mask, seqlen, mine, mine)))]
+    bounds = [(_Ends(lo.take(mine, axis=-1)), _Ends(hi.take(mine, axis=-1))) for lo, hi in bounds_of(mask, seqlen)]
+    hops = [Hop(0, (), (), tuple(_blocks(bounds, mine)))]
     for offset in _offsets(*ring):
         source, target = (rank - offset) % world_size, (rank + offset) % world_size
         send, recv = _needed(*ring, target, rank), _needed(*ring, rank, source)
         theirs = layouts.positions(layout, seqlen, world_size, source).numpy()
         keys = np.concatenate([theirs[:0], *(theirs[r.start : r.stop] for r in recv)])
-        hops.append(Hop(offset, send, recv, tuple(_blocks(mask, seqlen, mine, keys))))
+        hops.append(Hop(offset, send, recv, tuple(_blocks(bounds, keys))))
     return Plan(mask, layout, seqlen, world_size, rank, tuple(hops))
