@@ -382,7 +382,7 @@ def test_autocast_is_honoured():
         assert ra.ring_attention(*(t.double() for t in (q, k, v))).dtype == torch.float64
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_as_good_as_its_twin(dtype):
     low = inputs(17, dtype)
     want = oracle(ra.Causal(), *(t.double() for t in low))
