@@ -10,7 +10,10 @@ from ringattn.kernels import backends
 from ringattn.layout import layouts, per_document
 from ringattn.masks import Bounds, Causal, Chunked, Documents, Full, Mask, PrefixLM, Rows, Spans, Window
 from ringattn.merge import merge
+from ringattn.network import Network
 from ringattn.plan import Cost, Plan, build_plan, cost
+from ringattn.roofline import Roofline, Sizes, critical_path, roofline
+from ringattn.timeline import Span, Timeline, trace
 
 __version__ = "0.1.0"
 
@@ -22,10 +25,15 @@ __all__ = [
     "Documents",
     "Full",
     "Mask",
+    "Network",
     "Plan",
     "PrefixLM",
+    "Roofline",
     "Rows",
+    "Sizes",
+    "Span",
     "Spans",
+    "Timeline",
     "Window",
     "__version__",
     "backends",
@@ -33,10 +41,13 @@ __all__ = [
     "build_plan",
     "choose_layout",
     "cost",
+    "critical_path",
     "layouts",
     "merge",
     "per_document",
     "ring_attention",
+    "roofline",
     "shard",
+    "trace",
     "unshard",
 ]

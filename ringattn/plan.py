@@ -79,6 +79,11 @@ class Hop:
         return sum(map(len, self.recv))
 
     @property
+    def area(self) -> int:
+        """(query, key) pairs that this rank computes on this hop; see `Block.area`."""
+        return sum(block.area for block in self.blocks)
+
+    @property
     def tiles(self) -> int:
         """Tiles that this rank computes with the keys of this hop; see `Block.tiles`."""
         return sum(block.tiles for block in self.blocks)
@@ -123,7 +128,24 @@ class Plan:
     @property
     def area(self) -> int:
         """(query, key) pairs that this rank computes and a row sees, per batch row (of the whole batch, if the mask is for one)."""
-        return sum(block.area for hop in self.hops for block in hop.blocks)
+        return sum(hop.area for hop in self.hops)
+
+    @functools.cached_property
+    def backward_hops(self) -> tuple[Hop, ...]:
+        """The hops in the order of the backward pass: a rank's own keys are cut in two, by rows.
+
+        The first part, about a third of the pairs, is computed while the first keys arrive; the rest, at the end, while the last
+        gradients go home, which for 16-bit keys are twice as many bytes.
+        """
+        own, *others = self.hops
+        if not others:
+            return self.hops
+        seen = [np.maximum(b.hi.numpy() - b.lo.numpy(), 0).reshape(-1, b.lo.shape[-1]).sum(0) for b in own.blocks]
+        pairs = np.cumsum(sum(seen), dtype=np.int64) if seen else np.zeros(0, dtype=np.int64)
+        row = int(np.searchsorted(pairs, own.area / 3))
+        if row > TILE:  # no tile is cut
+            row = round(row / TILE) * TILE
+        return (_part(own, 0, row), *others, _part(own, row, len(pairs)))
 
     @property
     def tiles(self) -> int:
@@ -131,15 +153,25 @@ class Plan:
         return sum(hop.tiles for hop in self.hops)
 
     def flops(
-        self, *, batch: int, heads: int, head_dim: int, v_head_dim: int | None = None, backward: bool = False
+        self,
+        hop: Hop | None = None,
+        *,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        backward: bool = False,
     ) -> int:
         """Floating-point operations of this rank's matrix products over visible pairs only; a multiply-add is two.
+
+        `hop`: count those of one hop; default: of all.
 
         Forward: Q K^T and P V. Backward: those of dQ, dK, dP, dV and Q K^T once more.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         per_pair = 3 * head_dim + 2 * v_head_dim if backward else head_dim + v_head_dim
-        return 2 * heads * per_pair * self.area * (1 if self.mask.batch is not None else batch)
+        area = self.area if hop is None else hop.area
+        return 2 * heads * per_pair * area * (1 if self.mask.batch is not None else batch)
 
     def bytes(
         self,
@@ -159,6 +191,18 @@ class Plan:
             return keys
         # what was received goes home as gradients
         return keys + sum(hop.recv_rows for hop in self.hops) * per_row * max(4, dtype.itemsize)
+
+
+def _part(hop: Hop, start: int, stop: int) -> Hop:
+    """What some of the rows compute on a hop that moves nothing."""
+    blocks = []
+    for block in hop.blocks:
+        rows = range(max(start, block.rows.start), min(stop, block.rows.stop))
+        if rows:
+            lo, hi = (t.numpy()[..., rows.start : rows.stop] for t in (block.lo, block.hi))
+            area = int(np.maximum(hi - lo, 0).sum(dtype=np.int64))
+            blocks.append(dataclasses.replace(block, rows=rows, area=area))
+    return Hop(hop.offset, (), (), tuple(blocks))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The ring: forward and backward over the hops of a plan, and the only owner of the buffers it writes.
 
 A pass is a generator that yields the handles it has to wait for; `drive` waits for them, for one rank or for W interleaved. On
-every hop the next keys are on their way before this hop's are computed, and waited for after.
+every hop the next keys are on their way before this hop's are computed, and waited for after. Posts and waits are in the transport's
+timeline by themselves; what is computed and added is written there here.
 """
 
 import functools
@@ -149,23 +150,23 @@ def forward(
     keys, values = k, v
     for hop, following in _with_next(plan.hops):
         coming = courier.post(following) if following else None
-        transport.record("compute", hop.offset)
-        for block in hop.blocks:
-            start, finish = folds == 0, folds == last
-            row_range = range(s) if start or finish else block.rows  # every row is begun and finished
-            rows, cols = _rows(row_range), _rows(block.keys)
-            backend.forward(
-                state[rows],
-                q[:, rows],
-                keys[:, cols],
-                values[:, cols],
-                _bounds(plan, hop, block, row_range, q.device),
-                options,
-                sinks=sinks,
-                start=start,
-                finish=finish,
-            )
-            folds += 1
+        with transport.span("compute", hop.offset, _flops(plan, hop, q, v)):
+            for block in hop.blocks:
+                start, finish = folds == 0, folds == last
+                row_range = range(s) if start or finish else block.rows  # every row is begun and finished
+                rows, cols = _rows(row_range), _rows(block.keys)
+                backend.forward(
+                    state[rows],
+                    q[:, rows],
+                    keys[:, cols],
+                    values[:, cols],
+                    _bounds(plan, hop, block, row_range, q.device),
+                    options,
+                    sinks=sinks,
+                    start=start,
+                    finish=finish,
+                )
+                folds += 1
         if coming:
             handle, keys, values = coming
             yield handle
@@ -189,6 +190,7 @@ def backward(
     """The backward pass of one rank; returns `(dq, dk, dv, dsinks)` in the dtypes of the inputs, dsinks None without sinks.
 
     dq stays at home. The gradients of a received block go straight back to its owner one hop behind, in fp32, and are added there.
+    A rank's own keys come first and last, so that neither the first keys nor the last gradients travel alone.
     """
     dtype = state_dtype(q.dtype)
     delta = backend.delta(dout, out, dlse)
@@ -201,37 +203,39 @@ def backward(
 
     def add_at_home(hop: Hop, grads: _Pair) -> None:
         at = 0
-        for r in hop.send:
-            dk[:, _rows(r)] += grads.first[:, at : at + len(r)]
-            dv[:, _rows(r)] += grads.second[:, at : at + len(r)]
-            at += len(r)
+        with transport.span("add", -hop.offset):
+            for r in hop.send:
+                dk[:, _rows(r)] += grads.first[:, at : at + len(r)]
+                dv[:, _rows(r)] += grads.second[:, at : at + len(r)]
+                at += len(r)
 
     keys, values = k, v
-    for hop, following in _with_next(plan.hops):
-        coming = courier.post(following) if following else None
-        transport.record("compute", hop.offset)
+    for hop, following in _with_next(plan.backward_hops):
+        coming = courier.post(following) if following and following.offset else None
         if hop.offset == 0:
-            block_dk, block_dv = dk, dv
+            keys, values, block_dk, block_dv = k, v, dk, dv
         else:
             travelling = computed.take(hop.recv_rows)
             travelling.flat.zero_()
             block_dk, block_dv = travelling.first, travelling.second
-        for block in hop.blocks:
-            rows, cols = _rows(block.rows), _rows(block.keys)
-            backend.backward(
-                Grads(dq[:, rows], block_dk[:, cols], block_dv[:, cols]),
-                q[:, rows],
-                keys[:, cols],
-                values[:, cols],
-                dout[:, rows],
-                lse[..., rows],
-                delta[..., rows],
-                _bounds(plan, hop, block, block.rows, q.device),
-                options,
-            )
+        with transport.span("compute", hop.offset, _flops(plan, hop, q, v, backward=True)):
+            for block in hop.blocks:
+                rows, cols = _rows(block.rows), _rows(block.keys)
+                backend.backward(
+                    Grads(dq[:, rows], block_dk[:, cols], block_dv[:, cols]),
+                    q[:, rows],
+                    keys[:, cols],
+                    values[:, cols],
+                    dout[:, rows],
+                    lse[..., rows],
+                    delta[..., rows],
+                    _bounds(plan, hop, block, block.rows, q.device),
+                    options,
+                )
         if going_home:
             yield going_home[0]
             add_at_home(*going_home[1:])
+            going_home = None
         if hop.offset:
             arriving = returned.take(hop.send_rows)
             handle = transport.exchange(-hop.offset, travelling.message, arriving.message)
@@ -239,9 +243,6 @@ def backward(
         if coming:
             handle, keys, values = coming
             yield handle
-    if going_home:
-        yield going_home[0]
-        add_at_home(*going_home[1:])
 
     dsinks = None
     if sinks is not None:
@@ -250,6 +251,11 @@ def backward(
         weight = torch.exp(sinks.to(dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
         dsinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+def _flops(plan: Plan, hop: Hop, q: Tensor, v: Tensor, backward: bool = False) -> int:
+    sizes = {"batch": q.shape[0], "heads": q.shape[2], "head_dim": q.shape[3], "v_head_dim": v.shape[3]}
+    return plan.flops(hop, **sizes, backward=backward)
 
 
 def _with_next(hops: tuple[Hop, ...]) -> zip:  # type: ignore[type-arg]

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.virtual import VirtualRing, virtual
+from ringattn.network import Network
+from ringattn.roofline import Sizes
+from ringattn.virtual import VirtualRing, simulate, virtual
 
-__all__ = ["VirtualRing", "assert_matches", "naive_attention", "virtual", "visible"]
+__all__ = ["Network", "Sizes", "VirtualRing", "assert_matches", "naive_attention", "simulate", "virtual", "visible"]
 
 
 def visible(mask: Any, seqlen: int) -> Tensor:

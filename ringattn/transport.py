@@ -2,19 +2,25 @@
 
 `exchange(offset, send, recv)` starts sending to the rank `offset` places on and receiving from the rank `offset` places back, and
 returns a handle that is waited for later. Every rank issues its exchanges in the same order, so messages between two ranks match
-by order. `process_group` serves NCCL and gloo; `virtual` is W ranks in one process.
+by order. `process_group` serves NCCL and gloo; `virtual` is W ranks in one process, over a simulated network where one is given.
 """
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 import itertools
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ringattn.network import Clock, Network, Transfer
+from ringattn.timeline import Span, Stamp, Timeline, active, now
 
 __all__ = [
     "Handle",
@@ -25,8 +31,6 @@ __all__ = [
     "group_name",
     "transports",
 ]
-
-Event = tuple[int, str, int]  # rank, what ("post", "compute", "wait"), offset of the hop
 
 
 class Handle(Protocol):
@@ -46,7 +50,6 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
-    events: list[Event] | None  # where given, the order of things is written down
 
     def exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Start sending `send` to `rank + offset` and receiving `recv` from `rank - offset` (modulo the world size)."""
@@ -56,21 +59,36 @@ class Transport(Protocol):
         """Make ready for tensors on `device`; every rank calls it, once all agree and before the first exchange."""
         ...
 
-    def record(self, what: str, offset: int) -> None:
-        """Note an event, if anybody asked for events."""
+    def span(self, what: str, offset: int, flops: int = 0) -> AbstractContextManager[None]:
+        """Note in the timeline, if anybody asked for one, what happens inside the `with`."""
         ...
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class _Base:
-    def __init__(self, rank: int, world_size: int, events: list[Event] | None) -> None:
-        self.rank, self.world_size, self.events = rank, world_size, events
+    """What transports share: the timeline, and that posts and waits are written into it."""
+
+    def __init__(self, rank: int, world_size: int, timeline: Timeline | None) -> None:
+        self.rank, self.world_size, self.timeline = rank, world_size, timeline
+        self.device = torch.device("cpu")
 
     def connect(self, device: torch.device) -> None:
-        pass
+        self.device = device
 
-    def record(self, what: str, offset: int) -> None:
-        if self.events is not None:
-            self.events.append((self.rank, what, offset))
+    def exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
+        with self.span("post", offset):
+            return self._exchange(offset, send, recv)
+
+    def _exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
+        raise NotImplementedError
+
+    def span(self, what: str, offset: int, flops: int = 0) -> AbstractContextManager[None]:
+        return self.timeline.span(self.rank, what, offset, self.now, flops) if self.timeline else _NOTHING
+
+    def now(self) -> Stamp:
+        return now(self.device)
 
 
 # ---- one process a rank ---------------------------------------------------------------------------------------------------------
@@ -86,16 +104,16 @@ class ProcessGroupTransport(_Base):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout: float | None = None, events: list[Event] | None = None
+        self, group: dist.ProcessGroup, timeout: float | None = None, timeline: Timeline | None = None
     ) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), events)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeline)
         self.group, self.timeout = group, timeout
 
     def connect(self, device: torch.device) -> None:
+        super().connect(device)
         _warm_up(self.group, device.type)
 
-    def exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
-        self.record("post", offset)
+    def _exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
         target, source = (self.rank + offset) % self.world_size, (self.rank - offset) % self.world_size
         moves = []
         if send is not None:
@@ -133,7 +151,10 @@ class _Works:
         return True
 
     def wait(self) -> None:
-        self.transport.record("wait", self.offset)
+        with self.transport.span("wait", self.offset):
+            self._wait()
+
+    def _wait(self) -> None:
         for what, work in self.works:
             try:
                 if self.transport.timeout is None or not self.is_timed:
@@ -195,9 +216,11 @@ def cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 class _Message:
     """A send and a receive that match, one of them perhaps not posted yet."""
 
+    source: int
     send: Tensor | None = None
     recv: Tensor | None = None
     delivered: bool = False
+    transfer: Transfer | None = None  # where the network is simulated
 
     def deliver(self) -> None:
         if self.delivered or self.send is None or self.recv is None:
@@ -216,16 +239,24 @@ _worlds: "weakref.WeakValueDictionary[str, VirtualWorld]" = weakref.WeakValueDic
 
 
 class VirtualWorld:
-    """W ranks in one process. `name` is what stands for it where a process group's name would."""
+    """W ranks in one process, over a simulated network if one is given. `name` stands for it where a process group's name would."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, network: Network | None = None, timeline: Timeline | None = None) -> None:
         if world_size < 1:
             raise ValueError(f"virtual: world_size is {world_size}; it must be at least 1.")
         self.world_size = world_size
         self.name = f"virtual:{next(_numbers)}"
-        self.events: list[Event] | None = None
+        self.timeline = timeline
+        self.clock = None if network is None else Clock(network, world_size)
         self.messages: dict[tuple[int, int], collections.deque[_Message]] = collections.defaultdict(collections.deque)
         _worlds[self.name] = self
+
+    def transports(self) -> list["VirtualTransport"]:
+        """All ranks, at the beginning of a call."""
+        self.messages.clear()  # what a call that failed may have left
+        if self.clock:
+            self.clock.align()
+        return [VirtualTransport(self, rank) for rank in range(self.world_size)]
 
     def message(self, source: int, target: int, side: str, tensor: Tensor) -> _Message:
         """Post one side of the next message from `source` to `target` that lacks it."""
@@ -234,9 +265,13 @@ class VirtualWorld:
             queue.popleft()
         message = next((m for m in queue if getattr(m, side) is None), None)
         if message is None:
-            message = _Message()
+            message = _Message(source)
             queue.append(message)
         setattr(message, side, tensor)
+        if self.clock:
+            if message.transfer is None:
+                message.transfer = self.clock.transfer(tensor.nbytes, source, target)
+            self.clock.post(message.transfer, *((source, target) if side == "send" else (target, source)), side)
         return message
 
 
@@ -248,11 +283,10 @@ class VirtualTransport(_Base):
     """
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
-        super().__init__(rank, world.world_size, world.events)
+        super().__init__(rank, world.world_size, world.timeline)
         self.world = world
 
-    def exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
-        self.record("post", offset)
+    def _exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
         target, source = (self.rank + offset) % self.world_size, (self.rank - offset) % self.world_size
         messages = []
         if send is not None:
@@ -261,6 +295,16 @@ class VirtualTransport(_Base):
             recv.fill_(torch.nan)
             messages.append(self.world.message(source, self.rank, "recv", recv))
         return _Messages(self, offset, messages)
+
+    @contextlib.contextmanager
+    def span(self, what: str, offset: int, flops: int = 0) -> Iterator[None]:
+        with super().span(what, offset, flops):
+            yield
+            if self.world.clock:
+                self.world.clock.compute(self.rank, flops)
+
+    def now(self) -> Stamp:
+        return self.world.clock.now[self.rank] if self.world.clock else super().now()
 
 
 @dataclasses.dataclass
@@ -272,12 +316,27 @@ class _Messages:
     messages: list[_Message]
 
     def ready(self) -> bool:
-        return all(m.send is not None and m.recv is not None for m in self.messages)
+        return all(
+            m.send is not None and m.recv is not None and (m.transfer is None or m.transfer.end is not None)
+            for m in self.messages
+        )
 
     def wait(self) -> None:
-        self.transport.record("wait", self.offset)
-        for message in self.messages:
-            message.deliver()
+        with self.transport.span("wait", self.offset):
+            for message in self.messages:
+                if message.transfer:
+                    self._take_time(message, message.transfer)
+                message.deliver()
+
+    def _take_time(self, message: _Message, transfer: Transfer) -> None:
+        world, rank = self.transport.world, self.transport.rank
+        assert world.clock
+        assert transfer.start is not None
+        world.clock.wait(rank, transfer)
+        if world.timeline is not None and not message.delivered:
+            assert message.send is not None
+            times = (transfer.start, transfer.arrival)
+            world.timeline.add(Span(message.source, "transfer", self.offset, *times, bytes=message.send.nbytes))
 
 
 # ---- by name --------------------------------------------------------------------------------------------------------------------
@@ -305,13 +364,12 @@ def group_name(group: object) -> str:
 def transports(name: str, timeout: float | None = None) -> list[Transport]:
     """One transport for each rank of the ring that this process drives: one, or all W of a virtual world."""
     if name == "":
-        return [VirtualTransport(VirtualWorld(1), 0)]
+        return [*VirtualWorld(1, timeline=active()).transports()]
     if name.startswith("virtual:"):
         world = _worlds.get(name)
         if world is None:
             raise RuntimeError(
                 f"ring_attention: the virtual ring {name} is gone; keep the object that virtual() returned."
             )
-        world.messages.clear()  # what a call that failed may have left
-        return [VirtualTransport(world, rank) for rank in range(world.world_size)]
-    return [ProcessGroupTransport(resolve_group(name), timeout)]
+        return [*world.transports()]
+    return [ProcessGroupTransport(resolve_group(name), timeout, active())]

@@ -268,14 +268,14 @@ def test_transforms_are_refused_and_never_silently_wrong(transform):
 def events_of_a_gloo_ring(rank, world_size):
     from ringattn import kernels, plan, schedule, transport
 
-    events, x = [], torch.randn(1, 8, 2, 4)
+    timeline, x = ra.Timeline(), torch.randn(1, 8, 2, 4)
     a_plan = plan.build_plan(ra.Causal(), "zigzag", 8 * world_size, world_size, rank)
-    ring = transport.ProcessGroupTransport(dist.group.WORLD, 30, events)
+    ring = transport.ProcessGroupTransport(dist.group.WORLD, 30, timeline)
     ring.connect(x.device)
     options, backend = kernels.Options(0.5), kernels.backends()["reference"]
     out, lse = schedule.drive([schedule.forward(a_plan, ring, backend, x, x, x, None, options)])[0]
     schedule.drive([schedule.backward(a_plan, ring, backend, out, lse * 0, x, x, x, None, out, lse, options)])
-    return events
+    return timeline.order
 
 
 def test_events_over_processes_are_those_of_the_virtual_ring():
@@ -285,7 +285,7 @@ def test_events_over_processes_are_those_of_the_virtual_ring():
     outs = ring.attention(*[ring.shard(x)] * 3)
     sum(o.sum() for o in outs).backward()
     for rank, events in enumerate(processes.run(world_size, events_of_a_gloo_ring)):
-        assert events == [e for e in ring.events if e[0] == rank]
+        assert events == [e for e in ring.timeline.order if e[0] == rank]
 
 
 def refusals(n):

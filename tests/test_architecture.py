@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up. A module imports from the layers below its own: those beside it are strangers.
 LAYERS = (
-    ("masks", "_env"),
+    ("masks", "network", "timeline", "_env"),
     ("layout",),
     ("plan",),
-    ("kernels", "transport", "balance"),
+    ("kernels", "transport", "balance", "roofline"),
     ("merge", "schedule", "handshake"),
     ("call",),
     ("ops",),
@@ -26,7 +26,9 @@ LAYERS = (
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-EXPORTED = {"api", "balance", "masks", "layout", "plan", "merge", "kernels"}  # what ringattn/__init__.py may import
+EXPORTED = {
+    *("api", "balance", "kernels", "layout", "masks", "merge", "network", "plan", "roofline", "timeline")
+}  # what ringattn/__init__.py may import
 HEAVY = ("triton", "transformers", "accelerate", "matplotlib")
 
 

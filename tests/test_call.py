@@ -224,7 +224,7 @@ def test_a_virtual_ring_compares_its_ranks_too():
     message = "ring_attention: ranks disagree on dtype: torch.float32 on rank 0; torch.float64 on rank 1; every rank must pass the same."
     with pytest.raises(ValueError, match=re.escape(message)):
         ring.attention(wide, wide, wide)
-    assert ring.events == []
+    assert ring.timeline.order == []
 
 
 # ---- over processes -----------------------------------------------------------------------------------------------

@@ -154,21 +154,25 @@ def test_order_of_events(name, layout):
         ring = virtual(world_size)
         shards = [ring.shard(t, layout) for t in tensors[:3]]
         outs, _ = ring.attention(*shards, mask=mask, layout=layout, return_lse=True)
-        forward = list(ring.events)
-        ring.events.clear()
+        forward = ring.timeline.order
+        ring.timeline.clear()
         torch.autograd.grad((ring.unshard(outs, layout) * given["dout"]).sum(), tensors[:3])
         for rank in range(world_size):
             mine = [(what, offset) for r, what, offset in forward if r == rank]
             # the next keys are on their way before this hop is computed, and waited for after it; nothing else moves
             assert mine == forward_order(offsets)
-            mine = [(what, offset) for r, what, offset in ring.events if r == rank]
-            assert [e for e in mine if e[1] >= 0] == forward_order(offsets)
+            mine = [(what, offset) for r, what, offset in ring.timeline.order if r == rank]
+            # the second part of a rank's own keys comes last
+            own = [("compute", 0)] if len(offsets) > 1 else []
+            assert [e for e in mine if e[1] >= 0] == forward_order(offsets) + own
             assert sorted(o for what, o in mine if what == "post" and o < 0) == sorted(-o for o in offsets if o)
             for i, offset in enumerate(offsets[1:], 1):
                 home = mine.index(("post", -offset))
                 assert mine.index(("compute", offset)) < home < mine.index(("wait", -offset))
-                if i + 1 < len(offsets):  # one hop behind: on its way while the next hop is computed
-                    assert home < mine.index(("compute", offsets[i + 1])) < mine.index(("wait", -offset))
+                # one hop behind: on its way while the next hop, or what is left of a rank's own keys, is computed
+                assert mine.index(("wait", -offset)) + 1 == mine.index(("add", -offset))
+                following = [*offsets, 0][i + 1]
+                assert home < len(mine) - 1 - mine[::-1].index(("compute", following)) < mine.index(("wait", -offset))
 
 
 def forward_order(offsets):
@@ -192,7 +196,7 @@ def test_hops_that_nobody_needs_are_not_made():
         x = torch.randn(1, 32, 2, 4, requires_grad=True)
         outs = ring.attention(*[ring.shard(x, layout)] * 3, mask=mask, layout=layout)
         sum(o.sum() for o in outs).backward()
-        posts = [offset for rank, what, offset in ring.events if what == "post" and rank == 0]
+        posts = [offset for rank, what, offset in ring.timeline.order if what == "post" and rank == 0]
         assert len({o for o in posts if o > 0}) == len({o for o in posts if o < 0}) == hops - 1, (layout, mask)
 
 

@@ -95,13 +95,13 @@ def test_virtual_refuses_ends_that_differ(received, message):
 
 
 def test_virtual_writes_events_down_where_asked():
-    world = VirtualWorld(2)
-    world.events = []
+    world = VirtualWorld(2, timeline=ra.Timeline())
     a, b = (VirtualTransport(world, rank) for rank in range(2))
     a.exchange(1, torch.zeros(1), None)
-    b.record("compute", 0)
+    with b.span("compute", 0):
+        pass
     b.exchange(1, None, torch.zeros(1)).wait()
-    assert world.events == [(0, "post", 1), (1, "compute", 0), (1, "post", 1), (1, "wait", 1)]
+    assert world.timeline.order == [(0, "post", 1), (1, "compute", 0), (1, "post", 1), (1, "wait", 1)]
 
 
 def test_virtual_needs_a_rank():
@@ -165,8 +165,8 @@ def length(source, target):
 
 def exchange(rank, world_size):
     """What each exchange brought, two rounds in a row so that messages between two ranks have to match by order."""
-    events = []
-    transport = ProcessGroupTransport(dist.group.WORLD, events=events)
+    timeline = ra.Timeline()
+    transport = ProcessGroupTransport(dist.group.WORLD, timeline=timeline)
     got, handles = {}, []
     for turn in range(2):
         for offset in OFFSETS:
@@ -179,7 +179,7 @@ def exchange(rank, world_size):
             assert handles[-1].ready()
     for handle in handles:
         handle.wait()
-    return got, events
+    return got, timeline.order
 
 
 def test_processes_exchange_in_both_directions():
