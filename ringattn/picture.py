@@ -1,4 +1,4 @@
-"""A picture of a plan: who computes which keys at which hop, and what travels."""
+"""Pictures: of a plan (who computes which keys at which hop, and what travels), and of a timeline (who did what when)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 from ringattn.layout import Layout, ranges
 from ringattn.masks import Mask
 from ringattn.plan import Plan, build_plan
+from ringattn.timeline import Span, Timeline, hop_name
 
-__all__ = ["draw_schedule"]
+__all__ = ["draw_schedule", "draw_timeline"]
 
 INK, MUTED, LINE, EMPTY = "#0f172a", "#64748b", "#cbd5e1", "#f1f5f9"
 HOP_COLOURS = ("#1e3a5f", "#2a9d8f", "#e9b44c", "#d1495b")  # between them for more hops
@@ -35,15 +36,12 @@ def draw_schedule(mask: Mask, layout: Layout, seqlen: int, world_size: int, path
         raise ValueError(
             f"draw_schedule: mask is for a batch of {mask.batch}; it must be the same for every batch row."
         )
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("draw_schedule: matplotlib is not installed; pip install ringattn[bench]") from error
+    new_figure = _figure("draw_schedule")
     plans = [build_plan(mask, layout, seqlen, world_size, rank) for rank in range(world_size)]
     offsets = [hop.offset for hop in plans[0].hops]
     colours = dict(zip(offsets, _colours(len(offsets)), strict=True))
 
-    figure = Figure(figsize=(14.2, 6.6), dpi=160, facecolor="white")
+    figure = new_figure(figsize=(14.2, 6.6), dpi=160, facecolor="white")
     figure.text(0.035, 0.945, _title(plans), fontsize=17, fontweight="bold", color=INK, va="center")
     figure.text(0.035, 0.893, _summary(plans), fontsize=11.5, color=MUTED, va="center")
     _draw_layout(figure.add_axes((0.075, 0.785, 0.355, 0.035)), plans)
@@ -52,6 +50,93 @@ def draw_schedule(mask: Mask, layout: Layout, seqlen: int, world_size: int, path
     figure.text(0.5, 0.829, caption, fontsize=10.5, color=MUTED)
     _draw_lanes(figure.add_axes((0.5, 0.045, 0.475, 0.678)), plans, colours)
     figure.savefig(path)
+
+
+def _figure(who: str) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"{who}: matplotlib is not installed; pip install ringattn[bench]") from error
+    return Figure
+
+
+def draw_timeline(timeline: Timeline, path: str | PathLike[str], title: str = "Timeline") -> None:
+    """Draw a timeline into one PNG: a lane per rank with what it computes and waits for, and under it the messages it sends.
+
+    Messages are there where the network is simulated. `path`: the file, `.png` or what else matplotlib writes.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: there is nothing in the timeline.
+    """
+    from_figure = _figure("draw_timeline")
+    spans = timeline.spans
+    if not spans:
+        raise ValueError("draw_timeline: the timeline is empty; make an attention call where it records.")
+    from matplotlib.patches import Patch
+
+    ranks = sorted({span.rank for span in spans})
+    offsets = sorted({abs(span.offset) for span in spans})
+    colours = dict(zip(offsets, _colours(len(offsets)), strict=True))
+    has_transfers = any(span.what == "transfer" for span in spans)
+    first, scale, unit = min(span.start for span in spans), *_unit(timeline.seconds)
+
+    figure = from_figure(
+        figsize=(14.2, 1.9 + (0.62 if has_transfers else 0.42) * len(ranks)), dpi=160, facecolor="white"
+    )
+    height = figure.get_figheight()
+    figure.text(0.035, 1 - 0.32 / height, title, fontsize=15, fontweight="bold", color=INK, va="center")
+    figure.text(0.035, 1 - 0.66 / height, _shares(timeline, len(ranks)), fontsize=11, color=MUTED, va="center")
+    axes = figure.add_axes((0.075, 0.5 / height, 0.9, 1 - 1.75 / height))
+    for lane, rank in enumerate(ranks):
+        for span in spans:
+            if span.rank == rank and span.what in LOOKS:
+                at, tall = LOOKS[span.what]
+                bar = [((span.start - first) * scale, span.seconds * scale)]
+                axes.broken_barh(bar, (lane + at, tall), **_look(span, colours))
+    axes.set_xlim(0, timeline.seconds * scale)
+    axes.set_ylim(len(ranks), 0)
+    axes.set_yticks([lane + 0.3 for lane in range(len(ranks))], [f"rank {rank}" for rank in ranks], color=INK)
+    axes.set_xlabel(unit, color=MUTED, labelpad=1)
+    axes.tick_params(length=0, labelsize=10, colors=MUTED)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    shown = offsets if len(offsets) <= 9 else [*offsets[:4], *offsets[-4:]]
+    legend = [Patch(facecolor=colours[offset], label=hop_name(offset)) for offset in shown]
+    legend.append(Patch(**WAIT, label="waiting"))
+    if has_transfers:
+        legend.append(Patch(facecolor=MUTED, label="thin: K and V sent"))
+        legend.append(Patch(facecolor=MUTED, alpha=0.55, label="pale: gradients sent"))
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "borderaxespad": 0.2, "handlelength": 1}
+    axes.legend(
+        handles=legend, ncols=len(legend), frameon=False, fontsize=9, labelcolor=INK, columnspacing=1.2, **place
+    )
+    figure.savefig(path)
+
+
+WAIT = {"facecolor": EMPTY, "edgecolor": "#94a3b8", "hatch": "/////", "linewidth": 0}
+LOOKS = {"compute": (0.08, 0.46), "wait": (0.08, 0.46), "transfer": (0.6, 0.2)}  # top and height in the lane
+
+
+def _look(span: Span, colours: dict[int, Any]) -> dict[str, Any]:
+    if span.what == "wait":
+        return WAIT
+    is_pale = span.what == "transfer" and span.offset < 0
+    look = {"facecolor": colours[abs(span.offset)], "edgecolor": "white", "linewidth": 0.4}
+    return look | {"alpha": 0.55 if is_pale else 1.0}
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+
+
+def _shares(timeline: Timeline, ranks: int) -> str:
+    """How long it took, and what of the ranks' time went where."""
+    total, (scale, unit) = timeline.seconds, _unit(timeline.seconds)
+    work = sum(span.seconds for span in timeline if span.what == "compute")
+    exposed = sum(timeline.exposed().values())
+    share = 100 / max(total * ranks, 1e-30)
+    return f"{total * scale:,.4g} {unit}   ·   computing {work * share:.1f}%   ·   exposed communication {exposed * share:.1f}%"
 
 
 def _colours(number: int) -> list[Any]:

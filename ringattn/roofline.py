@@ -131,7 +131,8 @@ class Roofline:
 def roofline(plans: Sequence[Plan], network: Network, sizes: Sizes, backward: bool = False) -> Roofline:
     """Can this be hidden? What a pass costs, step by step: a rank is done with a step when its compute and its messages are.
 
-    A message takes as long as all that is on the busier of its two links in that step, from when both its ends began the step.
+    A message takes as long as it and what is before it in that step on the busier of its two links, from when both its ends began
+    the step. That is the simulated time within 5% where on every step `ratio` is at most 2, and up to a sixth too long beyond.
 
     Args:
         plans: of all ranks, in their order.
@@ -157,7 +158,7 @@ def roofline(plans: Sequence[Plan], network: Network, sizes: Sizes, backward: bo
 class _Message(NamedTuple):
     source: int
     target: int
-    seconds: float  # for all that is on the busier of its links
+    seconds: float  # until it and what is before it on the busier of its links is through
     latency: float
 
 
@@ -172,31 +173,20 @@ def _steps(plans: Sequence[Plan], network: Network, sizes: Sizes, backward: bool
     hops = list(zip(*(plan.backward_hops if backward else plan.hops for plan in plans), strict=True))
     steps = []
     for number, computed in enumerate(hops):
-        ends: list[tuple[int, int, int]] = []
-        for other, is_home in ((number + 1, False), (number - 1, True)):
-            if (is_home and not backward) or not 0 <= other < len(hops):
-                continue
-            for plan, hop in zip(plans, hops[other], strict=True):
+        busy: dict[Link, float] = collections.defaultdict(float)
+        messages = []
+        # in the order in which they are posted: gradients of the hop before, the next keys
+        for other, row_bytes in ((number - 1, sizes.grad_bytes if backward else 0), (number + 1, sizes.key_bytes)):
+            for plan, hop in zip(plans, hops[other] if row_bytes and 0 <= other < len(hops) else (), strict=False):
                 if hop.recv_rows:
                     peer = (plan.rank - hop.offset) % plan.world_size
-                    ends.append(
-                        (plan.rank, peer, hop.recv_rows * sizes.grad_bytes)
-                        if is_home
-                        else (peer, plan.rank, hop.recv_rows * sizes.key_bytes)
-                    )
-        busy: dict[Link, float] = collections.defaultdict(float)
-        for source, target, nbytes in ends:
-            for link in _links(network, source, target):
-                busy[link] += network.seconds(nbytes, source, target)
-        steps.append(
-            _Step(
-                [sizes.flops(p, hop, backward) / network.flops_per_s for p, hop in zip(plans, computed, strict=True)],
-                [
-                    _Message(a, b, max(busy[link] for link in _links(network, a, b)), network.latency(a, b))
-                    for a, b, _ in ends
-                ],
-            )
-        )
+                    ends = (plan.rank, peer) if other < number else (peer, plan.rank)
+                    links = _links(network, *ends)
+                    for link in links:
+                        busy[link] += network.seconds(hop.recv_rows * row_bytes, *ends)
+                    messages.append(_Message(*ends, max(busy[link] for link in links), network.latency(*ends)))
+        compute = [sizes.flops(p, hop, backward) / network.flops_per_s for p, hop in zip(plans, computed, strict=True)]
+        steps.append(_Step(compute, messages))
     return steps
 
 

@@ -6,8 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-from ringattn import Causal, Chunked, Documents, Full, PrefixLM, Rows, Spans, Window, build_plan, layouts
-from ringattn.picture import draw_schedule, raster
+from ringattn import (
+    Causal,
+    Chunked,
+    Documents,
+    Full,
+    Network,
+    PrefixLM,
+    Rows,
+    Sizes,
+    Spans,
+    Timeline,
+    Window,
+    build_plan,
+    layouts,
+)
+from ringattn.picture import draw_schedule, draw_timeline, raster
+from ringattn.testing import simulate
 
 SEQLEN = 61  # no world size here divides it
 MASKS = {
@@ -74,3 +89,21 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install ringattn\[bench\]"):
         draw_schedule(Causal(), "zigzag", 64, 2, tmp_path / "schedule.png")
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 16])
+def test_a_timeline_is_drawn_in_the_colours_of_its_hops(tmp_path, world_size):
+    image = pytest.importorskip("matplotlib.image", reason="needs matplotlib")
+    network = Network(flops_per_s=1e12, bandwidth_bytes_per_s=1e9)
+    timeline = simulate(Causal(), "zigzag", 4096, world_size, network=network, sizes=Sizes(8, 2, 64))
+    draw_timeline(timeline, tmp_path / "timeline.png", "Title")
+    pixels = (image.imread(tmp_path / "timeline.png")[..., :3] * 255).round().astype(int)
+    colours = {tuple(pixel) for pixel in np.unique(pixels.reshape(-1, 3), axis=0)}
+    assert (0x1E, 0x3A, 0x5F) in colours  # a rank's own keys
+    assert ((0xD1, 0x49, 0x5B) in colours) == (world_size == 16)  # the last hop of more than three
+    assert ((0xE9, 0xB4, 0x4C) in colours) == (world_size > 1)
+
+
+def test_an_empty_timeline_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"draw_timeline: the timeline is empty; make an attention call where it rec"):
+        draw_timeline(Timeline(), tmp_path / "timeline.png")
