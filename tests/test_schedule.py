@@ -10,7 +10,7 @@ from ringattn import kernels, schedule
 from ringattn.kernels import Bounds
 from ringattn.kernels.reference import Reference
 from ringattn.plan import build_plan
-from ringattn.testing import assert_matches, naive_attention, virtual, visible
+from ringattn.testing import Sizes, assert_matches, naive_attention, simulate, virtual, visible
 from ringattn.transport import VirtualTransport, _Messages
 from tests.cases import SEQLEN, layouts, masks
 from tests.contract import BACKENDS, device_of
@@ -183,6 +183,32 @@ def forward_order(offsets):
         events += [("compute", offset)]
         events += [("wait", following)] if following else []
     return events
+
+
+@pytest.mark.parametrize("layout", layouts().values(), ids=layouts())
+@pytest.mark.parametrize("name", masks())
+def test_what_travels_is_the_least_that_the_mask_allows(name, layout):
+    mask, sizes = masks()[name], Sizes(heads=2, kv_heads=1, head_dim=3, v_head_dim=2)
+    seen = visible(mask, SEQLEN)
+    seen = seen if seen.dim() == 2 else seen.any(0)
+    network = ra.Network(flops_per_s=1.0, bandwidth_bytes_per_s=1.0)
+    for world_size in (1, 2, 3, 4):
+        held = [ra.layout.positions(layout, SEQLEN, world_size, rank) for rank in range(world_size)]
+        # (sender, offset): the sender's rows that some row of the receiver sees
+        rows = {
+            (source, (target - source) % world_size): int(seen[held[target]][:, held[source]].any(0).sum())
+            for source, target in itertools.permutations(range(world_size), 2)
+        }
+        keys = {move: n * 5 * 2 for move, n in rows.items() if n}  # bf16
+        grads = {((s + o) % world_size, -o): n * 5 * 4 for (s, o), n in rows.items() if n}  # fp32
+        for passes, want in (("forward", keys), ("backward", keys | grads)):
+            ran = simulate(mask, layout, SEQLEN, world_size, network=network, sizes=sizes, passes=[passes]).spans
+            moved = [((span.rank, span.offset), span.bytes) for span in ran if span.what == "transfer"]
+            assert len(moved) == len(dict(moved)), "a message came twice"
+            assert dict(moved) == want
+            for rank in range(world_size):  # and every rank takes part in no more exchanges than there are offsets
+                posted = sorted(span.offset for span in ran if (span.rank, span.what) == (rank, "post"))
+                assert posted == sorted({offset for _, offset in want})
 
 
 def test_hops_that_nobody_needs_are_not_made():
