@@ -1,7 +1,7 @@
 """The public functions: defaults, and one call of the operator."""
 
 import operator
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -112,11 +112,32 @@ def _refuse_tensors(**tensors: Any) -> None:
             )
 
 
-@overload
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **kwargs: Any) -> Tensor: ...
+class Keywords(TypedDict, total=False):
+    """The keyword arguments of `ring_attention`, `return_lse` apart, for type checkers and editors."""
+
+    mask: Mask
+    layout: Layout
+    group: Any
+    seqlen: int | None
+    softmax_scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | None
+    head_offset: int
+    backend: str
+    deterministic: bool | str
+    timeout: float | None
+    validate: bool
+
+
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **kwargs: Any
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **keywords: Unpack[Keywords]
+) -> Tensor: ...
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **keywords: Unpack[Keywords]
 ) -> tuple[Tensor, Tensor]: ...
 def ring_attention(
     q: Tensor,

@@ -1,4 +1,5 @@
 import functools
+import inspect
 import re
 
 import pytest
@@ -10,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
+from ringattn import api, ops
 from ringattn import layout as layout_module
-from ringattn import ops
 from ringattn.api import arguments
 from ringattn.testing import assert_matches, naive_attention, virtual
 from tests import cases, processes
@@ -380,6 +381,12 @@ def test_autocast_is_honoured():
     assert {t.grad.dtype for t in x} == {torch.float32}
     with torch.autocast("cpu", torch.bfloat16):
         assert ra.ring_attention(*(t.double() for t in (q, k, v))).dtype == torch.float64
+
+
+def test_type_checkers_are_told_of_every_keyword():
+    given = inspect.signature(ra.ring_attention).parameters
+    keywords = {name: p.annotation for name, p in given.items() if p.kind is p.KEYWORD_ONLY and name != "return_lse"}
+    assert api.Keywords.__annotations__ == keywords
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
