@@ -142,9 +142,12 @@ class NoDevice:
         return 0
 
 
-def compiled(target: GPUTarget, name: str, launch: Callable[[], None]) -> CompiledKernel:
-    """The kernel called `name` as `launch` specialises it: its launches are recorded and not made."""
-    recorded: dict[str, tuple[ASTSource, dict[str, Any]]] = {}
+Launch = tuple[ASTSource, dict[str, Any]]  # what is compiled, and the options of the compiler
+
+
+def launches(target: GPUTarget, launch: Callable[[], object]) -> dict[str, Launch]:
+    """The kernels, by name, that `launch` launches on a target: recorded and not run."""
+    recorded: dict[str, Launch] = {}
 
     def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
@@ -158,7 +161,12 @@ def compiled(target: GPUTarget, name: str, launch: Callable[[], None]) -> Compil
         triton.knobs.runtime.jit_cache_hook = record
         driver.set_active(NoDevice(target))
         launch()
-    source, options = recorded[name]
+    return recorded
+
+
+def compiled(target: GPUTarget, name: str, launch: Callable[[], object]) -> CompiledKernel:
+    """The kernel called `name` as `launch` specialises it."""
+    source, options = launches(target, launch)[name]
     return triton.compile(source, target=target, options=options)
 
 

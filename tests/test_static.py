@@ -4,11 +4,13 @@ import dataclasses
 import functools
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
 from bench import static  # noqa: E402
 from bench.static import Case, Report  # noqa: E402
+from ringattn.kernels.triton import backward, merge  # noqa: E402
 
 GOOD = Report(
     case=Case("sm_90", "forward", "bfloat16", 128, 128, 128, 128, 8, 2),
@@ -119,6 +121,26 @@ def test_stored_results_are_read_as_they_were_written(tmp_path, monkeypatch):
     assert static.baseline("1.2.3") is None
     static.write_csv(tmp_path / "static_1.2.3.csv", [GOOD])
     assert static.baseline("1.2.3") == {GOOD.case: {"loop": 600, "masked_loop": 900, "masked_spills": 0}}
+
+
+def every_kernel():
+    """Launches each kernel of the backend."""
+    rows, numbers = torch.empty(1, 64, 2, 64, device="meta"), torch.empty(1, 2, 64, device="meta")
+    for kernel in ("forward", "dkv"):
+        static.launch(Case("sm_90", kernel, "bfloat16", 64, 64, 64, 64, 4, 1))
+    backward.delta(rows, rows, numbers)
+    merge.merge([rows, rows], [numbers, numbers])
+    merge.merge_backward(rows, numbers, [rows, rows], [numbers, numbers])
+
+
+def test_every_launch_asks_for_fused_multiply_adds():
+    with triton.knobs.language.scope():
+        triton.knobs.language.default_fp_fusion = False
+        launches = static.launches(static.TARGETS["sm_90"], every_kernel)
+    kernels = ["_forward", "_row_ranges", "_dkv", "_dq", "_delta", "_merge_kernel", "_merge_backward_kernel"]
+    assert {name: options["enable_fp_fusion"] for name, (_, options) in launches.items()} == dict.fromkeys(
+        kernels, True
+    )
 
 
 def test_bad_tiles_are_found():

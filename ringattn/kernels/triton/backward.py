@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringattn.kernels import Bounds, Grads, Options
 from ringattn.kernels.triton.common import (
+    FUSED,
     LOG2E,
     batch_stride,
     block_dims,
@@ -385,6 +386,7 @@ def delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
             V_HEAD_DIM=dim,
             BLOCK_DV=dims["BLOCK_DV"],
             BLOCK_M=block_m,
+            **FUSED,
         )
     return result
 
@@ -407,6 +409,7 @@ def row_ranges(bounds: Bounds, keys: int, block_n: int) -> Tensor:
         keys,
         BLOCK_N=block_n,
         BLOCK_M=1024,
+        **FUSED,
     )
     return ranges
 

@@ -10,6 +10,7 @@ from ringattn.kernels import Options
 from ringattn.kernels.triton.tiles import Tile
 
 __all__ = [
+    "FUSED",
     "LOG2E",
     "batch_stride",
     "block_dims",
@@ -27,6 +28,9 @@ __all__ = [
 ]
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+# Fused multiply-adds, which halve the softmax. Triton 3.9 warns that 3.10 will only fuse where asked to.
+FUSED = {"enable_fp_fusion": True}
 
 
 def block_dims(head_dim: int, v_head_dim: int) -> dict[str, int]:
@@ -67,8 +71,8 @@ def offset_dtype(*tensors: Tensor) -> tl.dtype:
 
 
 def launch_options(tile: Tile) -> dict[str, Any]:
-    """What the compiler is told besides constexprs. Fused multiply-adds, which newer compilers want asked for, halve the softmax."""
-    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+    """What the compiler is told besides constexprs."""
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **FUSED}
 
 
 @triton.jit

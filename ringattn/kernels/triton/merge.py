@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels.triton.common import FUSED
+
 __all__ = ["merge", "merge_backward"]
 
 _ROWS = 16  # of a program; with 128 columns of fp32 a tile is 8 KB
@@ -102,7 +104,7 @@ def _launch(kernel, parts: int, out: Tensor, *args) -> None:  # type: ignore[no-
     rows = batch * seqlen * heads
     if out.numel():
         widths = {"V_HEAD_DIM": v_head_dim, "BLOCK_DV": triton.next_power_of_2(v_head_dim), "ROWS": _ROWS}
-        kernel[(triton.cdiv(rows, _ROWS),)](*args, seqlen, heads, rows, PARTS=parts, **widths)
+        kernel[(triton.cdiv(rows, _ROWS),)](*args, seqlen, heads, rows, PARTS=parts, **widths, **FUSED)
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
