@@ -10,21 +10,39 @@ Rows go to `bench/results/kernels_<device>.csv`; `python -m bench.plot` makes th
 import argparse
 import dataclasses
 import itertools
+import multiprocessing
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.nn.attention import SDPBackend
 
 from bench.contenders import block_kernel, flash_attn, flex, ring_of_one, sdpa, virtual_ring
-from bench.harness import Case, Clock, Contender, CpuClock, CudaClock, Inputs, Row, Run, device_name, record, slug
+from bench.harness import (
+    Case,
+    Clock,
+    Contender,
+    CpuClock,
+    CudaClock,
+    Inputs,
+    Row,
+    Run,
+    append,
+    blank_row,
+    conditions,
+    device_name,
+    read,
+    record,
+    slug,
+)
 from ringattn.kernels import backends
-from ringattn.kernels.triton.backend import _arch
-from ringattn.kernels.triton.tiles import KERNELS, RELATIVES, TILES, Tile
+from ringattn.kernels.triton.backend import architecture
+from ringattn.kernels.triton.tiles import CANDIDATES, KERNELS, SPECIALIZED, TILES, Key, Tile, serving
 from ringattn.masks import Causal, Documents, Full, Mask, Window
 
 RESULTS = Path(__file__).parent / "results"
@@ -132,38 +150,41 @@ def comparison(setting: Setting, only: re.Pattern[str]) -> Iterator[list[tuple[C
 
 # ---- the tiles
 
+Group = list[tuple[Case, Contender]]
 
-def tuning(setting: Setting, only: re.Pattern[str]) -> Iterator[list[tuple[Case, Contender]]]:
-    """One group per kernel and head dim: the backend with each candidate tile, and, as the peer, with the table's own."""
-    arch = _arch(torch.device("cuda")) if setting.clock is CudaClock else "interpreter"
-    kernels = block_kernel("", backends()[setting.backend])
+
+def tuning_cases(setting: Setting, only: re.Pattern[str]) -> Iterator[tuple[str, Case, Key]]:
+    """Each kernel and head dim: the kernel, a case that it decides, and the row of the table that serves it."""
+    arch = architecture(torch.device("cuda")) if setting.clock is CudaClock else "interpreter"
     for (head_dim, v_head_dim), kernel in itertools.product(setting.head_dims, KERNELS):
         direction = "forward" if kernel == "forward" else "backward"
         heads = max(1, setting.width // head_dim)
         sizes = (setting.tune_tokens, head_dim, v_head_dim, setting.dtype, direction, 1, heads, heads)
         case = Case("causal", Causal(), *sizes)
+        key = serving(TILES, arch, head_dim, v_head_dim, setting.dtype)
+        assert key is not None, f"no tiles for {arch}"
         if only.search(f"{kernel} {case}"):
-            key = table_key(arch, case)
-            now = TILES[key][KERNELS.index(kernel)]
-            candidates = [now, *(tile for tile in setting.tiles if tile != now)]
-            yield [(case, with_tile(kernels, key, kernel, tile, is_peer=tile == now)) for tile in candidates]
+            yield kernel, case, key
 
 
-TableKey = tuple[str, int, int, int]
+def tuning(setting: Setting, only: re.Pattern[str]) -> Iterator[Group]:
+    """One group per kernel and head dim: the backend with each candidate tile, and, as the peer, with the table's own."""
+    kernels = block_kernel("", backends()[setting.backend])
+    for kernel, case, key in tuning_cases(setting, only):
+        now = TILES[key][KERNELS.index(kernel)]
+        candidates = [now, *(tile for tile in setting.tiles if tile != now)]
+        yield [(case, with_tile(kernels, key, kernel, tile, is_peer=tile == now)) for tile in candidates]
 
 
-def table_key(arch: str, case: Case) -> TableKey:
-    """The row of the tile table that serves a case."""
-    wanted = (RELATIVES.get(arch, arch), 8 * case.dtype.itemsize)
-    return next(key for key in TILES if key[:2] == wanted and case.head_dim <= key[2] and case.v_head_dim <= key[3])
-
-
-def with_tile(contender: Contender, key: TableKey, kernel: str, tile: Tile, is_peer: bool) -> Contender:
-    """The contender while the table has `tile` for `kernel` in the row `key`."""
+def with_tile(contender: Contender, key: Key, kernel: str, tile: Tile, is_peer: bool) -> Contender:
+    """The contender while the tables have `tile` for `kernel` in the row `key`, and no other that is specialised."""
     row = tuple(tile if name == kernel else old for name, old in zip(KERNELS, TILES[key], strict=True))
 
-    def in_table() -> AbstractContextManager[object]:
-        return patch.dict(TILES, {key: row})
+    @contextmanager
+    def in_table() -> Iterator[None]:
+        table, changes = (SPECIALIZED, {key: tile}) if tile.warp_specialize else (TILES, {key: row})
+        with patch.dict(SPECIALIZED, clear=True), patch.dict(table, changes):
+            yield
 
     def prepare(inputs: Inputs) -> Run:
         with in_table():
@@ -178,6 +199,55 @@ def with_tile(contender: Contender, key: TableKey, kernel: str, tile: Tile, is_p
     return Contender(f"{kernel} {tile_name(tile)}", prepare, is_peer)
 
 
+# ---- tiles that may never return
+
+LONGEST_TRIAL_S = 300.0
+
+
+def specialised(setting: Setting, only: re.Pattern[str], out: Path, rounds: int, budget_s: float) -> list[Row]:
+    """Measure the candidates whose warps are specialised, each beside the table's own tile and in a process of its own.
+
+    The warps of such a kernel wait for each other; where the compiler got that wrong they wait for ever, and nobody has yet
+    seen these run. The process is killed then, and the candidate's row says so.
+    """
+    rows = []
+    for kernel, case, key in tuning_cases(setting, only):
+        for tile in CANDIDATES.get(key, ()) if kernel == "forward" else ():
+            trial = out.with_suffix(".trial.csv")
+            reason = survive(try_tile, setting.backend, setting.clock, case, key, tile, trial, rounds, budget_s)
+            found = read(trial) if trial.exists() else []
+            trial.unlink(missing_ok=True)
+            if reason:
+                contender = with_tile(block_kernel("", backends()[setting.backend]), key, kernel, tile, is_peer=False)
+                row = blank_row(case, contender, conditions(setting.clock()))
+                found = [dataclasses.replace(row, reason=reason)]
+                print(f"{case} | {row.contender} | {reason}", flush=True)
+            append(out, found)
+            rows += found
+    return rows
+
+
+def try_tile(
+    backend: str, clock: Callable[[], Clock], case: Case, key: Key, tile: Tile, out: Path, rounds: int, budget_s: float
+) -> None:
+    """Check and time a candidate of the forward kernel beside the table's tile."""
+    kernels, now = block_kernel("", backends()[backend]), TILES[key][KERNELS.index("forward")]
+    group = [(case, with_tile(kernels, key, "forward", x, is_peer=x == now)) for x in (now, tile)]
+    record([group], clock(), out, rounds, budget_s)
+
+
+def survive(function: Callable[..., None], *args: Any, longest_s: float = LONGEST_TRIAL_S) -> str:
+    """Call a function in a process of its own: "" when it returned, else what became of it."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=args)
+    process.start()
+    process.join(longest_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return f"did not end in {longest_s:.0f} s: its warps may wait for each other for ever"
+    return "" if process.exitcode == 0 else f"its process ended with exit code {process.exitcode}"
+
+
 def tile_name(tile: Tile) -> str:
     specialised = " specialised" if tile.warp_specialize else ""
     return f"{tile.block_m}x{tile.block_n} warps {tile.num_warps} stages {tile.num_stages}{specialised}"
@@ -186,9 +256,11 @@ def tile_name(tile: Tile) -> str:
 def best_tiles(rows: Sequence[Row]) -> list[str]:
     """For each kernel and head dim the fastest tile, and how much faster it is than the table's."""
     lines = []
-    for (direction, head_dim, v_head_dim, kernel), group in itertools.groupby(
-        rows, lambda row: (row.direction, row.head_dim, row.v_head_dim, row.contender.split()[0])
-    ):
+    groups: dict[tuple[str, str, int, int], list[Row]] = {}
+    for row in rows:
+        kernel, _ = row.contender.split(maxsplit=1)
+        groups.setdefault((kernel, row.direction, row.head_dim, row.v_head_dim), []).append(row)
+    for (kernel, direction, head_dim, v_head_dim), group in groups.items():
         ran = [row for row in group if row.median_ms is not None]
         best = min(ran, key=lambda row: row.median_ms or 0.0, default=None)
         found = (
@@ -223,6 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = tuning(setting, args.only) if args.tune else comparison(setting, args.only)
     rows = record(groups, clock, out, args.rounds, args.budget)
     if args.tune:
+        rows += specialised(setting, args.only, out, args.rounds, args.budget)
         print(*best_tiles(rows), sep="\n")
     print(f"{len(rows)} rows in {out}")
     return int(any(row.reason.startswith("wrong") and not row.is_peer for row in rows))

@@ -158,6 +158,8 @@ MATRIX = re.compile(r"HGMMA|HMMA|UTC\w*MMA|v_mfma")
 EXP2 = re.compile(r"MUFU\.EX2|v_exp_f32")
 SPILL = re.compile(r"(STL|LDL)\b|scratch_(load|store)")
 FMA = re.compile(r"FFMA")
+COPY = re.compile(r"UTMALDG")  # of a tile, by its descriptor
+REGISTER_MOVE = re.compile(r"USETMAXREG")
 
 HGMMA_SHAPE = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)")
 HMMA_SHAPE = re.compile(r"HMMA\.16(8)(4|8|16)\b")

@@ -1,4 +1,4 @@
-"""What the compiler makes of every row of the tile table, without a GPU.
+"""What the compiler makes of every row of the tile table, and of the candidates for it, without a GPU.
 
     python -m bench.static [--arch sm_90 ...] [--head-dim 128 ...] [--csv FILE]
 
@@ -27,7 +27,7 @@ from triton.runtime.driver import driver
 
 from bench import sass
 from ringattn.kernels import Bounds, Grads, Options, State
-from ringattn.kernels.triton.tiles import KERNELS, SHARED_MEMORY, TILES, Tile
+from ringattn.kernels.triton.tiles import CANDIDATES, KERNELS, SHARED_MEMORY, TILES, Key, Tile
 
 __all__ = ["CHECKS", "Case", "Report", "baseline", "cases", "failures", "measure", "measure_all", "write_csv"]
 
@@ -47,14 +47,16 @@ class Case:
     block_n: int
     num_warps: int
     num_stages: int
+    warp_specialize: bool = False
 
     def __str__(self) -> str:
         tile = f"{self.block_m}x{self.block_n}x{self.num_warps} stages {self.num_stages}"
-        return f"{self.arch} {self.kernel} {self.dtype} {self.head_dim}/{self.v_head_dim} {tile}"
+        form = " specialised" if self.warp_specialize else ""
+        return f"{self.arch} {self.kernel} {self.dtype} {self.head_dim}/{self.v_head_dim} {tile}{form}"
 
     @property
     def tile(self) -> Tile:
-        return Tile(self.block_m, self.block_n, self.num_warps, self.num_stages)
+        return Tile(self.block_m, self.block_n, self.num_warps, self.num_stages, self.warp_specialize)
 
     @property
     def dots(self) -> list[tuple[int, int, int]]:
@@ -70,7 +72,8 @@ class Case:
 @dataclasses.dataclass(frozen=True)
 class Report:
     """What the machine code of a case holds. The loops are the innermost ones with matrix instructions, or with fp32 FMAs
-    where there are none: the shortest has no mask, the longest has one."""
+    where there are none: the shortest has no mask, the longest has one. Specialised warps have a loop for each group of rows,
+    all with the mask, and the producers one without products."""
 
     case: Case
     registers: int
@@ -82,6 +85,9 @@ class Report:
     exp2: float  # exponentials per score
     loop: int  # instructions of a warp in an iteration
     masked_loop: int
+    warps: int  # of a block
+    producers: int  # loops that copy by descriptors and compute nothing
+    register_moves: int  # instructions by which some warps hand registers to others
 
     def row(self) -> dict[str, Any]:
         """The report as a row of the table and of the CSV."""
@@ -112,15 +118,21 @@ def matrix(case: Case) -> str:
 
 
 def cases(archs: Collection[str] = tuple(TARGETS), head_dims: Collection[int] = ()) -> list[Case]:
-    """The rows of the tile table for some architectures and, where any are named, some head dims."""
+    """The rows of the tile table, then the candidates, for some architectures and, where any are named, some head dims."""
+    table = ((key, kernel, tile) for key, row in TILES.items() for kernel, tile in zip(KERNELS, row, strict=True))
+    candidates = ((key, "forward", tile) for key, row in CANDIDATES.items() for tile in row)
     return [
-        Case(
-            arch, kernel, str(DTYPES[bits]).removeprefix("torch."), head_dim, v_head_dim, *dataclasses.astuple(tile)[:4]
-        )
-        for (arch, bits, head_dim, v_head_dim), row in TILES.items()
-        if arch in archs and (not head_dims or head_dim in head_dims)
-        for kernel, tile in zip(KERNELS, row, strict=True)
+        case_for(*entry)
+        for entry in (*table, *candidates)
+        if entry[0][0] in archs and (not head_dims or entry[0][2] in head_dims)
     ]
+
+
+def case_for(key: Key, kernel: str, tile: Tile) -> Case:
+    arch, bits, head_dim, v_head_dim = key
+    return Case(
+        arch, kernel, str(DTYPES[bits]).removeprefix("torch."), head_dim, v_head_dim, *dataclasses.astuple(tile)
+    )
 
 
 # ---- compiling what a launcher launches
@@ -246,6 +258,11 @@ def measure(case: Case) -> Report:
     assert loops, f"{case}: no loop with products was compiled"
     products = sass.MATRIX if sass.count(sass.MATRIX, program) else sass.FMA
     scores_per_warp = case.block_m * case.block_n / (target.warp_size * case.num_warps)
+    # Specialised warps share out the tile, a loop for each group of them; else every warp runs each of the loops.
+    passes = [[i for loop in loops for i in loop]] if case.warp_specialize else loops
+    copies = [
+        loop for nodes in sass.natural_loops(program) if sass.count(sass.COPY, loop := [program[i] for i in nodes])
+    ]
     return Report(
         case=case,
         registers=registers,
@@ -253,10 +270,13 @@ def measure(case: Case) -> Report:
         loop_spills=sass.count(sass.SPILL, loops[0]),
         masked_spills=max(sass.count(sass.SPILL, loop) for loop in loops),
         matrix=" ".join(sorted({m[0] for loop in loops for i in loop if (m := products.match(i.text))})),
-        work=max(issued(case, loop) for loop in loops),
-        exp2=sass.count(sass.EXP2, loops[0]) / scores_per_warp,
+        work=max(issued(case, loop) for loop in passes),
+        exp2=sass.count(sass.EXP2, passes[0]) / scores_per_warp,
         loop=len(loops[0]),
         masked_loop=len(loops[-1]),
+        warps=kernel.metadata.num_warps,
+        producers=sum(not sass.count(products, loop) for loop in copies),
+        register_moves=sass.count(sass.REGISTER_MOVE, program),
     )
 
 
@@ -301,6 +321,11 @@ CHECKS: tuple[tuple[str, Callable[[Report], bool], str], ...] = (
         lambda r: 1 <= r.exp2 <= EXP2_BOUND or r.case.block_n < 64,
         "{exp2} exponentials per score",
     ),
+    (
+        "warp specialisation",
+        lambda r: (r.warps > r.case.num_warps and r.producers == 1 and r.register_moves > 0) == r.case.warp_specialize,
+        "{warps} warps, {producers} loops that only load, {register_moves} moves of registers",
+    ),
 )
 
 
@@ -319,7 +344,8 @@ def baseline(version: str = triton.__version__) -> dict[Case, dict[str, int]] | 
 
 
 def case_of(row: dict[str, str]) -> Case:
-    return Case(**{field.name: field.type(row[field.name]) for field in dataclasses.fields(Case)})
+    texts = {field.name: (field.type, row[field.name]) for field in dataclasses.fields(Case)}
+    return Case(**{name: text == "True" if kind is bool else kind(text) for name, (kind, text) in texts.items()})
 
 
 def growth(report: Report, stored: dict[Case, dict[str, int]]) -> list[str]:
@@ -337,7 +363,7 @@ def growth(report: Report, stored: dict[Case, dict[str, int]]) -> list[str]:
 
 
 HEADINGS = (
-    *("arch", "kernel", "dtype", "dims", "tile", "stages", "registers", "shared", "spills", "in masked"),
+    *("arch", "kernel", "dtype", "dims", "tile", "stages", "warps", "registers", "shared", "spills", "in masked"),
     *("matrix", "work", "exp2", "loop", "masked"),
 )
 
@@ -349,7 +375,7 @@ def table(reports: Iterable[Report]) -> str:
         *(
             (
                 *(c.arch, c.kernel, c.dtype, f"{c.head_dim}/{c.v_head_dim}"),
-                *(f"{c.block_m}x{c.block_n}x{c.num_warps}", str(c.num_stages), str(r.registers)),
+                *(f"{c.block_m}x{c.block_n}x{c.num_warps}", str(c.num_stages), str(r.warps), str(r.registers)),
                 *(f"{r.shared / 1024:.1f}K", str(r.loop_spills), str(r.masked_spills), r.matrix),
                 *(f"{r.work:.3f}", f"{r.exp2:.3f}", str(r.loop), str(r.masked_loop)),
             )

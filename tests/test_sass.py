@@ -3,9 +3,11 @@
 import pytest
 
 from bench.sass import (
+    COPY,
     EXP2,
     FMA,
     MATRIX,
+    REGISTER_MOVE,
     SPILL,
     count,
     flops_per_warp,
@@ -193,6 +195,8 @@ def test_flops_of_one_warp(line, flops):
         (SPILL, "LDL.LU R5, [R1+0x4]", "LDGSTS.E [R1], [R2]"),
         (SPILL, "STL.64 [R1], R2", "STS [R1], R2"),
         (FMA, "FFMA.FTZ R1, R2, R3, R4", "FMUL R1, R2, R3"),
+        (COPY, "UTMALDG.2D [UR8], [UR4]", "UTMASTG.2D [UR8], [UR4]"),
+        (REGISTER_MOVE, "USETMAXREG.DEALLOC.CTAPOOL 0x18", "UMOV UR4, 0x18"),
     ],
 )
 def test_classes(pattern, inside, outside):

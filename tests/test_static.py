@@ -23,6 +23,16 @@ GOOD = Report(
     exp2=1.03,
     loop=600,
     masked_loop=900,
+    warps=8,
+    producers=0,
+    register_moves=0,
+)
+SPECIALISED = dataclasses.replace(
+    GOOD,
+    case=Case("sm_90", "forward", "bfloat16", 128, 128, 128, 128, 4, 2, warp_specialize=True),
+    warps=12,
+    producers=1,
+    register_moves=8,
 )
 
 
@@ -53,6 +63,7 @@ def test_no_loop_has_grown(quick):
 
 def test_a_good_report_passes():
     assert static.failures(GOOD) == []
+    assert static.failures(SPECIALISED) == []
     assert static.growth(GOOD, {GOOD.case: {"loop": 600, "masked_loop": 900, "masked_spills": 0}}) == []
 
 
@@ -91,6 +102,26 @@ def test_which_instructions_do_the_products(arch, kernel, dtype, tile, instructi
     assert static.matrix(Case(arch, kernel, dtype, 128, 128, *tile)) == instruction
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"warps": 4}, "4 warps, 1 loops that only load, 8 moves of registers"),
+        ({"producers": 0}, "12 warps, 0 loops that only load, 8 moves of registers"),
+        ({"register_moves": 0}, "12 warps, 1 loops that only load, 0 moves of registers"),
+    ],
+    ids=str,
+)
+def test_warps_that_are_not_specialised_are_found(change, said):
+    bad = dataclasses.replace(SPECIALISED, **change)
+    assert static.failures(bad) == [f"sm_90 forward bfloat16 128/128 128x128x4 stages 2 specialised: {said}"]
+
+
+def test_warps_that_are_specialised_unasked_are_found():
+    changes = {field: getattr(SPECIALISED, field) for field in ("warps", "producers", "register_moves")}
+    (line,) = static.failures(dataclasses.replace(GOOD, **changes))
+    assert line.endswith("12 warps, 1 loops that only load, 8 moves of registers")
+
+
 def test_fmas_may_spill_a_little():
     fma = dataclasses.replace(
         GOOD, case=dataclasses.replace(GOOD.case, dtype="float32"), matrix="FFMA", work=1.05, loop_spills=60
@@ -119,8 +150,9 @@ def test_growth_wants_every_case_stored():
 def test_stored_results_are_read_as_they_were_written(tmp_path, monkeypatch):
     monkeypatch.setattr(static, "RESULTS", tmp_path)
     assert static.baseline("1.2.3") is None
-    static.write_csv(tmp_path / "static_1.2.3.csv", [GOOD])
-    assert static.baseline("1.2.3") == {GOOD.case: {"loop": 600, "masked_loop": 900, "masked_spills": 0}}
+    static.write_csv(tmp_path / "static_1.2.3.csv", [GOOD, SPECIALISED])
+    loops = {"loop": 600, "masked_loop": 900, "masked_spills": 0}
+    assert static.baseline("1.2.3") == {GOOD.case: loops, SPECIALISED.case: loops}
 
 
 def every_kernel():
@@ -144,8 +176,11 @@ def test_every_launch_asks_for_fused_multiply_adds():
 
 
 def test_bad_tiles_are_found():
-    # Too few threads for the accumulator; two warp groups that do the same half of two products.
-    bad = [("forward", (128, 128, 4, 2)), ("dkv", (64, 64, 8, 1))]
-    spilling, redundant = static.measure_all(Case("sm_90", kernel, "bfloat16", 128, 128, *tile) for kernel, tile in bad)
+    # Too few threads for the accumulator; two warp groups that do the same half of two products; Triton specialises 4 warps only.
+    bad = [("forward", (128, 128, 4, 2)), ("dkv", (64, 64, 8, 1)), ("forward", (128, 128, 8, 2, True))]
+    spilling, redundant, plain = static.measure_all(
+        Case("sm_90", kernel, "bfloat16", 128, 128, *tile) for kernel, tile in bad
+    )
     assert any("spills in its loop" in line for line in static.failures(spilling)), spilling
     assert any("arithmetic is 1.5 times the least" in line for line in static.failures(redundant)), redundant
+    assert any("8 warps, 0 loops that only load" in line for line in static.failures(plain)), plain

@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from ringattn.kernels.triton.tiles import KERNELS, RELATIVES, SHARED_MEMORY, TILES, Tile, choose
+from ringattn.kernels.triton.tiles import (
+    CANDIDATES,
+    KERNELS,
+    RELATIVES,
+    SHARED_MEMORY,
+    SPECIALIZED,
+    TILES,
+    Tile,
+    choose,
+    serving,
+)
 
 HEAD_DIMS = (1, 16, 64, 72, 80, 96, 128, 192, 256)
 ARCHS = {arch for arch, _, _, _ in TILES}
@@ -66,9 +76,31 @@ def test_every_architecture_has_a_limit_of_shared_memory():
     assert set(SHARED_MEMORY) == ARCHS - {"interpreter"}
 
 
+def test_calls_that_specialised_tiles_do_not_serve_have_others():
+    specialised = [key for key, row in TILES.items() for tile in row if tile.warp_specialize]
+    assert specialised == [], "forward takes from SPECIALIZED what a call allows, and else from here"
+
+
+def test_specialised_tiles_are_candidates_that_the_tables_rows_can_do_without():
+    assert set(CANDIDATES) <= set(TILES)
+    assert [key for key, tile in SPECIALIZED.items() if tile not in CANDIDATES.get(key, ())] == []
+    for tile in (tile for row in CANDIDATES.values() for tile in row):
+        assert tile.warp_specialize, tile
+        assert tile.num_warps == 4, "Triton specialises no others, and does not say so"
+
+
+def test_serving_looks_in_any_table():
+    assert serving(CANDIDATES, "sm_90", 72, 80, torch.bfloat16) == ("sm_90", 16, 128, 128)
+    assert serving(CANDIDATES, "sm_90", 192, 128, torch.float16) == ("sm_90", 16, 256, 128)
+    assert serving(CANDIDATES, "sm_90", 64, 256, torch.float16) is None
+    assert serving(CANDIDATES, "sm_90", 64, 64, torch.float32) is None
+    assert serving(CANDIDATES, "sm_80", 64, 64, torch.float16) is None
+    assert serving({("sm_86", 32, 64, 64): None}, "sm_120", 8, 8, torch.float32) == ("sm_86", 32, 64, 64)
+
+
 @pytest.mark.parametrize("row", TILES, ids=str)
 def test_rows_can_be_launched(row):
-    for tile in TILES[row]:
+    for tile in (*TILES[row], *CANDIDATES.get(row, ())):
         assert isinstance(tile, Tile)
         assert is_power_of_two(tile.block_m), tile
         assert is_power_of_two(tile.block_n), tile

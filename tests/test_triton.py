@@ -13,9 +13,10 @@ import torch
 
 from ringattn.kernels import Bounds, Grads, Options, Request, State
 from ringattn.kernels.philox import keep_mask
-from ringattn.kernels.triton import Triton, backend
+from ringattn.kernels.triton import Triton, backend, tiles
+from ringattn.kernels.triton.tiles import Tile
 from ringattn.testing import assert_matches
-from tests.contract import blocks, causal_bounds, compare, oracle, random_bounds, run, seen_by, tensors
+from tests.contract import CASES, blocks, case, causal_bounds, compare, oracle, random_bounds, run, seen_by, tensors
 
 triton = pytest.importorskip("triton", reason="no triton for this platform")
 tl = pytest.importorskip("triton.language")
@@ -47,14 +48,14 @@ def empty_state(q, v):
     return State(acc, m, l, out, lse)
 
 
-def forward(inputs, lo, hi, options, cuts=(), finish=True):
+def forward(inputs, lo, hi, options, cuts=(), finish=True, sinks=None, is_full=False):
     """The state after the keys, in the chunks that `cuts` makes of them."""
     q, k, v = (x.to(DEVICE) for x in inputs[:3])
     state = empty_state(q, v)
-    steps = list(blocks(q, k, lo, hi, cuts))
+    steps = list(blocks(q, k, lo, hi, cuts, is_full))
     for i, (at, bounds) in enumerate(steps):
         ends = {"start": i == 0, "finish": finish and i == len(steps) - 1}
-        Triton().forward(state, q, k[:, at], v[:, at], bounds, options, sinks=None, **ends)
+        Triton().forward(state, q, k[:, at], v[:, at], bounds, options, sinks=sinks, **ends)
     return state
 
 
@@ -242,6 +243,72 @@ def test_the_state_between_two_calls():
     assert_matches(state.acc, torch.einsum("bhqk,bkhd->bqhd", p, v), rtol=FP32, name="acc")
 
 
+# No tile of this form has run on a GPU yet, where a wrong one may never return: bench/kernels.py tries them in a process of its own.
+SPECIALIZED = Tile(32, 16, 4, 2, warp_specialize=True)
+
+
+@pytest.fixture
+def specialized(monkeypatch):
+    """Has the forward kernel specialise its warps where it can; the tiles that it ran with since, in a list."""
+    ran, launch = [], forward_kernels.forward
+    monkeypatch.setattr(tiles, "SPECIALIZED", {("interpreter", 16, 256, 256): SPECIALIZED})
+    monkeypatch.setattr(
+        forward_kernels, "forward", lambda tile, *rest, **ends: (ran.append(tile), launch(tile, *rest, **ends))
+    )
+    return ran
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gqa", "wide values", "softcap", "sinks", "batch bounds"])
+def test_specialised_warps_compute_the_same_bits(name, dtype, specialized, monkeypatch):
+    inputs, lo, hi, options, sinks = case(**CASES[name], dtype=dtype)
+    got = forward(inputs, lo, hi, options, (32,), sinks=sinks)
+    plain = Tile(32, 16, 4, 2)
+    monkeypatch.setitem(tiles.SPECIALIZED, ("interpreter", 16, 256, 256), plain)
+    want = forward(inputs, lo, hi, options, (32,), sinks=sinks)
+    assert specialized == [SPECIALIZED] * 2 + [plain] * 2
+    compare((got.out, got.lse), (want.out, want.lse))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dims", [(72, 80), (96, 24), (192, 128)], ids=str)
+@pytest.mark.parametrize("is_full", [False, True])
+def test_specialised_warps_at_any_head_dim(dims, is_full, specialized):
+    inputs = tensors(1, 40, 50, 2, 1, *dims, torch.bfloat16)
+    lo, hi = (torch.zeros(40).int(), torch.full((40,), 50).int()) if is_full else window_bounds(40, 30)
+    options, seen = Options(dims[0] ** -0.5), seen_by(lo, hi, 50)
+    got = forward(inputs, lo, hi, options, is_full=is_full)
+    want, twin = (oracle(inputs, seen, options, dtype=d) for d in (torch.float64, torch.bfloat16))
+    compare((got.out, got.lse), want, twin)
+    assert specialized == [SPECIALIZED]
+
+
+@pytest.mark.interpreter
+def test_calls_without_descriptors_take_the_other_kernel(specialized):
+    inputs, lo, hi, options, sinks = case(**CASES["all"], dtype=torch.bfloat16)  # with dropout, and values of width 5
+    forward(inputs, lo, hi, options, sinks=sinks)
+    assert specialized == [tiles.choose("forward", "interpreter", 16, 5, torch.bfloat16)]
+
+
+def described(rows=32, keys=16, width=16, offset=0, stride=None, dropout_p=0.0):
+    q, k = (torch.zeros(2 * n * width + offset, dtype=torch.bfloat16)[offset:] for n in (rows, keys))
+    strides = (width, width if stride is None else stride, width, 1)
+    q, k = (x.as_strided((1, n, 1, width), strides) for x, n in ((q, rows), (k, keys)))
+    return backend.has_descriptors(SPECIALIZED, q, k, k, Options(0.3, dropout_p=dropout_p))
+
+
+def test_which_tensors_have_descriptors():
+    assert described()
+    assert described(offset=8, stride=24)
+    assert not described(rows=31), "less than a tile of rows"
+    assert not described(keys=15), "less than a tile of keys"
+    assert not described(offset=1), "it starts between multiples of 16 bytes"
+    assert not described(stride=20), "its rows start there"
+    assert not described(stride=0), "its rows are one row"
+    assert not described(dropout_p=0.1)
+
+
 def request(device="cuda", dtype=torch.bfloat16, head_dim=64, v_head_dim=64):
     return Request(torch.device(device), dtype, 4, 2, head_dim, v_head_dim, softcap=True, sinks=True, dropout=True)
 
@@ -259,7 +326,7 @@ def request(device="cuda", dtype=torch.bfloat16, head_dim=64, v_head_dim=64):
 )
 def test_supports(changes, arch, reason, monkeypatch):
     monkeypatch.setattr(backend, "_is_interpreted", lambda: False)
-    monkeypatch.setattr(backend, "_arch", lambda device: arch)
+    monkeypatch.setattr(backend, "architecture", lambda device: arch)
     refusal = Triton().supports(request(**changes))
     if reason is None:
         assert refusal is None

@@ -10,7 +10,7 @@ from ringattn.kernels import Bounds, Grads, Options, Request, State
 from ringattn.kernels.triton import tiles
 from ringattn.kernels.triton.tiles import Tile
 
-__all__ = ["Triton"]
+__all__ = ["Triton", "architecture", "has_descriptors"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD_DIM = 256
@@ -23,8 +23,10 @@ def _is_interpreted() -> bool:
 
 
 @functools.cache
-def _arch(device: torch.device) -> str:
-    """The architecture of a GPU as `tiles` names it."""
+def architecture(device: torch.device) -> str:
+    """What `tiles` calls a GPU: "sm_90", "gfx942" and so on; "interpreter" where kernels are interpreted."""
+    if _is_interpreted():
+        return "interpreter"
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return properties.gcnArchName.split(":")[0]
@@ -32,10 +34,30 @@ def _arch(device: torch.device) -> str:
 
 
 def _tile(kernel: str, q: Tensor, v: Tensor) -> Tile:
-    arch = "interpreter" if _is_interpreted() else _arch(q.device)
+    arch = architecture(q.device)
     tile = tiles.choose(kernel, arch, q.shape[3], v.shape[3], q.dtype)
     assert tile is not None, f"no tile of {kernel} for {arch}, {q.dtype}, head dims {q.shape[3]} and {v.shape[3]}"
     return tile
+
+
+def _forward_tile(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tile:
+    key = tiles.serving(tiles.SPECIALIZED, architecture(q.device), q.shape[3], v.shape[3], q.dtype)
+    if key and has_descriptors(tiles.SPECIALIZED[key], q, k, v, options):
+        return tiles.SPECIALIZED[key]
+    return _tile("forward", q, v)
+
+
+def has_descriptors(tile: Tile, q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether a warp-specialised `tile` serves these tensors, which it reads by tensor descriptors.
+
+    Rows of a head must start at multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled). Dropout reads positions,
+    which have no descriptor; and rows or keys that do not fill a tile are faster without.
+    """
+    fills = q.shape[1] >= tile.block_m and k.shape[1] >= tile.block_n
+    is_aligned = all(
+        n % 16 == 0 for x in (q, k, v) for n in (x.data_ptr(), *(x.itemsize * stride for stride in x.stride()[:3]))
+    )
+    return fills and is_aligned and min(x.stride(1) for x in (q, k, v)) > 0 and not options.dropout_p
 
 
 @functools.cache
@@ -65,7 +87,7 @@ class Triton:
             return None
         if request.device.type != "cuda":
             return f"device is {request.device}; a GPU is required, or TRITON_INTERPRET=1 for tests. Use 'reference'"
-        arch = _arch(request.device)
+        arch = architecture(request.device)
         if tiles.choose("forward", arch, *dims, request.dtype) is None:
             return f"the GPU is {arch}, for which there are no tiles; use 'reference'"
         return None
@@ -90,7 +112,18 @@ class Triton:
         from ringattn.kernels.triton.forward import forward
 
         with torch.cuda.device_of(q):
-            forward(_tile("forward", q, v), state, q, k, v, bounds, options, sinks=sinks, start=start, finish=finish)
+            forward(
+                _forward_tile(q, k, v, options),
+                state,
+                q,
+                k,
+                v,
+                bounds,
+                options,
+                sinks=sinks,
+                start=start,
+                finish=finish,
+            )
 
     def delta(self, dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
         """`rowsum(dout * out) - dlse` as `[B, H, S]`, fp32."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -90,6 +91,7 @@ def _forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
     OFFSET: tl.constexpr,
     PACK: tl.constexpr,
     SCORE: tl.constexpr,
@@ -102,7 +104,9 @@ def _forward(
     """One program: BLOCK_M rows, which are BLOCK_M / PACK tokens of PACK heads that share a key head, over all keys.
 
     Grid: (row tiles, H / PACK, B). Rows past the end are copies of the last row, which change no bound and are not stored.
+    With WARP_SPECIALIZE some warps load by descriptors and the others compute.
     """
+    tl.static_assert(not WARP_SPECIALIZE or (PACK == 1 and not HAS_DROPOUT), "no descriptor describes such rows")
     # Causal rows see the more keys the later they are: the longest programs start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     first_head = tl.program_id(1) * PACK
@@ -113,8 +117,16 @@ def _forward(
     row = index // PACK
     head = first_head + index % PACK
 
-    q_rows = row_starts(batch, row, head, stride_qb, stride_qm, stride_qh)
-    q = load_tile(Q, q_rows, HEAD_DIM, BLOCK_D)
+    K += head_start(batch, first_head // group, stride_kb, stride_kh)
+    V += head_start(batch, first_head // group, stride_vb, stride_vh)
+    if WARP_SPECIALIZE:
+        Q += head_start(batch, first_head, stride_qb, stride_qh)
+        q_rows = tl.make_tensor_descriptor(Q, [seqlen, HEAD_DIM], [stride_qm, 1], [BLOCK_M, BLOCK_D])
+        k_rows = tl.make_tensor_descriptor(K, [keys, HEAD_DIM], [stride_kn, 1], [BLOCK_N, BLOCK_D])
+        v_rows = tl.make_tensor_descriptor(V, [keys, V_HEAD_DIM], [stride_vn, 1], [BLOCK_N, BLOCK_DV])
+        q = q_rows.load([tile * BLOCK_M, 0])
+    else:
+        q = load_tile(Q, row_starts(batch, row, head, stride_qb, stride_qm, stride_qh), HEAD_DIM, BLOCK_D)
     acc_rows = row_starts(batch, row, head, stride_ab, stride_am, stride_ah)
     m_rows = row_starts(batch, row, head, stride_mb, stride_mm, stride_mh)
     l_rows = row_starts(batch, row, head, stride_lb, stride_lm, stride_lh)
@@ -139,20 +151,30 @@ def _forward(
     if HAS_DROPOUT:
         q_pos = tl.load(QPos + row)
 
-    K += head_start(batch, first_head // group, stride_kb, stride_kh)
-    V += head_start(batch, first_head // group, stride_vb, stride_vh)
-    for PART in tl.static_range(3):
+    if WARP_SPECIALIZE:
+        # Triton splits no loop with another beside it or a branch inside: this one walks all parts, with the mask of the first.
+        # It also admits nothing that was loaded before the loop and stays as it is: bounds count from each tile.
+        lo -= edges[0]
+        hi -= edges[0]
+    for PART in tl.static_range(1 if WARP_SPECIALIZE else 3):
+        end = edges[3] if WARP_SPECIALIZE else edges[PART + 1]
         # In key order, so that a chain of calls cut at multiples of BLOCK_N computes what one call does, bit for bit.
-        for start in tl.range(edges[PART], edges[PART + 1], BLOCK_N, num_stages=NUM_STAGES):
-            n = start + tl.arange(0, BLOCK_N)
-            # Keys past the end are copies of the last one, which hi hides.
+        for start in tl.range(edges[PART], end, BLOCK_N, num_stages=NUM_STAGES, warp_specialize=WARP_SPECIALIZE):
+            n = (0 if WARP_SPECIALIZE else start) + tl.arange(0, BLOCK_N)
+            # Keys past the end are copies of the last one, which hi hides; those of descriptors are zeros.
             key = (n if PART == 1 else tl.minimum(n, keys - 1)).to(OFFSET)
-            k = load_tile(K, key * stride_kn, HEAD_DIM, BLOCK_D)
+            if WARP_SPECIALIZE:
+                k = k_rows.load([start, 0])
+            else:
+                k = load_tile(K, key * stride_kn, HEAD_DIM, BLOCK_D)
             s = scores(q, tl.trans(k), inner_scale, SCORE)
             if PART == 0:
                 s = tl.where(n[None, :] >= lo[:, None], s, -float("inf"))
             if PART != 1:
                 s = tl.where(n[None, :] < hi[:, None], s, -float("inf"))
+            if WARP_SPECIALIZE:
+                lo -= BLOCK_N
+                hi -= BLOCK_N
             new_m = tl.maximum(m, tl.max(s, 1) * outer_scale)
             p = tl.math.exp2(s * (outer_scale * LOG2E) - (new_m * LOG2E)[:, None])
             decay = tl.math.exp2((m - new_m) * LOG2E)
@@ -165,7 +187,10 @@ def _forward(
                     k_pos[None, :], q_pos[:, None], (head_offset + head)[:, None], batch, seed_low, seed_high, threshold
                 )
                 p = tl.where(keep, p, 0.0)
-            v = load_tile(V, key * stride_vn, V_HEAD_DIM, BLOCK_DV)
+            if WARP_SPECIALIZE:
+                v = v_rows.load([start, 0])
+            else:
+                v = load_tile(V, key * stride_vn, V_HEAD_DIM, BLOCK_DV)
             acc = dot(p.to(v.dtype), v, acc)
 
     if FINISH:
@@ -225,6 +250,7 @@ def constexprs(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "NUM_STAGES": tile.num_stages,
+        "WARP_SPECIALIZE": tile.warp_specialize,
         "OFFSET": offset,
         "PACK": pack,
         "SCORE": score,
@@ -234,6 +260,11 @@ def constexprs(
         "HAS_SINKS": has_sinks,
         "HAS_DROPOUT": has_dropout,
     }
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory for the descriptors of a launch on the current stream of the current device, which no later one has before its end."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def forward(
@@ -257,6 +288,8 @@ def forward(
     group = heads // k.shape[2]
     pack = packing(seqlen, group, tile.block_m)
     score, inner_scale, outer_scale = score_form(options)
+    if tile.warp_specialize:
+        triton.set_allocator(_scratch)
     _forward[(triton.cdiv(seqlen * pack, tile.block_m), heads // pack, batch)](
         q,
         k,

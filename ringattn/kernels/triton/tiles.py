@@ -6,15 +6,30 @@ such tiles is the fastest only a GPU can say.
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 
-__all__ = ["SHARED_MEMORY", "TILES", "Tile", "choose"]
+__all__ = [
+    "CANDIDATES",
+    "KERNELS",
+    "RELATIVES",
+    "SHARED_MEMORY",
+    "SPECIALIZED",
+    "TILES",
+    "Key",
+    "Tile",
+    "choose",
+    "serving",
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """`block_m` query rows by `block_n` key rows, worked on by `num_warps` warps with `num_stages` loads in flight."""
+    """`block_m` query rows by `block_n` key rows, worked on by `num_warps` warps with `num_stages` loads in flight.
+
+    With `warp_specialize` other warps load the keys, by tensor descriptors, and each `num_warps` warps take some of the rows.
+    """
 
     block_m: int
     block_n: int
@@ -28,11 +43,12 @@ KERNELS = ("forward", "dkv", "dq")
 # Bytes of shared memory that one block may use.
 SHARED_MEMORY = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 
-# (architecture, bits of the inputs, head dim, value head dim): tiles of forward, dkv, dq.
-# A row serves all head dims up to its own; within an architecture and width the first row that serves is taken. At head dim
-# 256 the gradients of 64 keys, the least that Hopper's and Blackwell's matrix instructions take, fill the registers: there
+Key = tuple[str, int, int, int]  # architecture, bits of the inputs, head dim, value head dim
+
+# Tiles of forward, dkv, dq. A row serves all head dims up to its own; within an architecture and width the first row that
+# serves is taken. At head dim 256 the gradients of 64 keys, the least that Hopper's and Blackwell's matrix instructions take, fill the registers: there
 # dkv has 32 keys and the older instructions. fp32 has FMAs on NVIDIA, whose operands lie in registers: tiles are small.
-TILES: dict[tuple[str, int, int, int], tuple[Tile, Tile, Tile]] = {
+TILES: dict[Key, tuple[Tile, Tile, Tile]] = {
     ("sm_80", 16, 64, 64): (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     ("sm_80", 16, 128, 128): (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
     ("sm_80", 16, 256, 256): (Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
@@ -63,6 +79,17 @@ TILES: dict[tuple[str, int, int, int], tuple[Tile, Tile, Tile]] = {
     ("interpreter", 32, 256, 256): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
 }
 
+# Warp-specialised tiles of forward, taken before those of TILES by calls that they serve (`backend.has_descriptors`). There
+# are none: no GPU has run the candidates yet. `python -m bench.kernels --tune` does; what is faster there moves up here.
+SPECIALIZED: dict[Key, Tile] = {}
+# On Triton 3.6, 3.7 and 3.9 they compile without a spill in their loops over keys. None do for values wider than 128, nor on
+# Blackwell, whose warps that rescale spill (128 x 128 at head dim 128: 102 to 172 a loop).
+CANDIDATES: dict[Key, tuple[Tile, ...]] = {
+    ("sm_90", 16, 64, 64): (Tile(128, 128, 4, 2, True), Tile(128, 128, 4, 3, True), Tile(128, 64, 4, 3, True)),
+    ("sm_90", 16, 128, 128): (Tile(128, 128, 4, 2, True), Tile(128, 64, 4, 2, True), Tile(128, 64, 4, 3, True)),
+    ("sm_90", 16, 256, 128): (Tile(128, 64, 4, 2, True),),
+}
+
 # Architectures that take the rows of another, whose shared memory and matrix instructions are theirs too.
 RELATIVES = {
     "sm_87": "sm_80",
@@ -74,10 +101,17 @@ RELATIVES = {
 }
 
 
-def choose(kernel: str, arch: str, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> Tile | None:
-    """The tile of `kernel` ("forward", "dkv" or "dq") on `arch` for inputs of `dtype`; None where no row serves.
+def serving(table: Iterable[Key], arch: str, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> Key | None:
+    """The row of a table that serves inputs of `dtype` on `arch`; None where no row does.
 
     `arch` is "sm_90", "gfx942" and so on, or "interpreter".
+    """
+    wanted = RELATIVES.get(arch, arch), 8 * dtype.itemsize
+    return next((key for key in table if key[:2] == wanted and head_dim <= key[2] and v_head_dim <= key[3]), None)
+
+
+def choose(kernel: str, arch: str, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> Tile | None:
+    """The tile of `kernel` ("forward", "dkv" or "dq"); None where no row serves. The other arguments are those of `serving`.
 
     Example:
         >>> choose("forward", "sm_90", 96, 96, torch.bfloat16)
@@ -85,8 +119,5 @@ def choose(kernel: str, arch: str, head_dim: int, v_head_dim: int, dtype: torch.
         >>> choose("forward", "sm_70", 96, 96, torch.bfloat16) is None
         True
     """
-    family = RELATIVES.get(arch, arch)
-    for (row_arch, bits, row_dim, row_v_dim), row in TILES.items():
-        if (row_arch, bits) == (family, 8 * dtype.itemsize) and head_dim <= row_dim and v_head_dim <= row_v_dim:
-            return row[KERNELS.index(kernel)]
-    return None
+    key = serving(TILES, arch, head_dim, v_head_dim, dtype)
+    return TILES[key][KERNELS.index(kernel)] if key else None
