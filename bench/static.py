@@ -182,8 +182,19 @@ def compiled(target: GPUTarget, name: str, launch: Callable[[], object]) -> Comp
     return triton.compile(source, target=target, options=options)
 
 
-def launch(case: Case) -> None:
-    """A call in the middle of a ring: the state comes from memory and goes there, and rows have bounds.
+def launch(
+    case: Case,
+    *,
+    start: bool = False,
+    finish: bool = False,
+    is_full: bool = False,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    has_sinks: bool = False,
+) -> None:
+    """A call of the kernel of a case, as launchers make it.
+
+    By default one in the middle of a ring: the state comes from memory and goes there, and rows have bounds.
 
     The tensors hold no memory; their sizes matter only in that strides are what they are in practice, multiples of 16.
     """
@@ -199,13 +210,14 @@ def launch(case: Case) -> None:
     index = torch.empty(seqlen, dtype=torch.int32, device="meta")
     d, dv = case.head_dim, case.v_head_dim
     q, k, v, out = rows(heads, d), rows(kv_heads, d), rows(kv_heads, dv), rows(heads, dv)
-    bounds = Bounds(index, index, index, index, is_full=False)
-    options = Options(softmax_scale=d**-0.5)
+    bounds = Bounds(index, index, index, index, is_full)
+    options = Options(d**-0.5, softcap, dropout_p)
     if case.kernel == "forward":
         from ringattn.kernels.triton.forward import forward
 
         state = State(rows(heads, dv, torch.float32), numbers(), numbers(), out, numbers())
-        forward(case.tile, state, q, k, v, bounds, options, sinks=None, start=False, finish=False)
+        sinks = torch.empty(heads, device="meta") if has_sinks else None
+        forward(case.tile, state, q, k, v, bounds, options, sinks=sinks, start=start, finish=finish)
     else:
         from ringattn.kernels.triton.backward import backward
 
@@ -248,10 +260,13 @@ def issued(case: Case, loop: list[sass.Instruction]) -> float:
     return flops / sum(2 * m * n * k for m, n, k in case.dots)
 
 
-def measure(case: Case) -> Report:
-    """Compile a case and read its machine code; takes seconds, or none where Triton has the kernel in its cache."""
+def measure(case: Case, **features: Any) -> Report:
+    """Compile a case, with features of `launch`, and read its machine code.
+
+    Takes seconds, or none where Triton has the kernel in its cache.
+    """
     target = TARGETS[case.arch]
-    kernel = compiled(target, f"_{case.kernel}", lambda: launch(case))
+    kernel = compiled(target, f"_{case.kernel}", lambda: launch(case, **features))
     program, registers = disassembled(kernel)
     loops = sorted(sass.main_loops(program), key=len)
     # Where on-chip memory does not suffice ptxas may write a kernel that only traps, and say nothing.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -153,6 +154,22 @@ def test_stored_results_are_read_as_they_were_written(tmp_path, monkeypatch):
     static.write_csv(tmp_path / "static_1.2.3.csv", [GOOD, SPECIALISED])
     loops = {"loop": 600, "masked_loop": 900, "masked_spills": 0}
     assert static.baseline("1.2.3") == {GOOD.case: loops, SPECIALISED.case: loops}
+
+
+WAYS = [
+    pytest.param(*way, id=" ".join(map(str, way)))
+    for way in itertools.product(filter(is_quick, static.cases(["sm_90"])), (False, True), (False, True), (0.0, 0.1))
+    if not (way[0].warp_specialize and way[3])  # specialised warps serve no dropout
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "is_full", "start", "dropout_p"), WAYS)
+def test_what_is_asked_of_a_kernel_leaves_its_products_and_warps_alone(case, is_full, start, dropout_p):
+    features = {"start": start, "finish": True, "is_full": is_full, "dropout_p": dropout_p, "softcap": 3.0}
+    report = static.measure(case, **features, has_sinks=start)
+    # The softcap takes one exponential more.
+    assert static.failures(dataclasses.replace(report, exp2=report.exp2 - 1)) == []
 
 
 def every_kernel():
