@@ -7,7 +7,7 @@ import time
 import pytest
 
 from bench import harness, kernels
-from ringattn.kernels.triton.tiles import TILES, Tile
+from ringattn.kernels.triton.tiles import SPECIALIZED, TILES, Tile
 
 KEY = ("interpreter", 32, 256, 256)
 CANDIDATE = Tile(64, 64, 4, 2, warp_specialize=True)
@@ -31,6 +31,21 @@ def test_a_candidate_is_timed_beside_the_tables_tile(candidate, tmp_path):
     assert rows[1].ratio > 0
     assert harness.read(tmp_path / "tune.csv") == rows
     assert [path.name for path in tmp_path.iterdir()] == ["tune.csv"]
+
+
+@pytest.mark.parametrize(("tile", "specialised"), [(CANDIDATE, {KEY: CANDIDATE}), (Tile(64, 64, 4, 2), {})])
+def test_the_tile_that_is_timed_is_the_one_in_use(tile, specialised, monkeypatch):
+    seen = []
+    monkeypatch.setitem(SPECIALIZED, KEY, Tile(32, 32, 4, 1, warp_specialize=True))
+    before = dict(SPECIALIZED), dict(TILES)
+
+    def look(*_):
+        seen.append((dict(SPECIALIZED), TILES[KEY][0]))
+
+    looking = harness.Contender("looking", lambda inputs: look() or harness.Run(look, look))
+    kernels.with_tile(looking, KEY, "forward", tile, is_peer=False).prepare(None).call()
+    assert seen == [(specialised, before[1][KEY][0] if tile == CANDIDATE else tile)] * 2
+    assert (dict(SPECIALIZED), dict(TILES)) == before
 
 
 def test_a_candidate_that_fails_is_a_row_with_the_reason(candidate, tmp_path, monkeypatch):
