@@ -181,10 +181,13 @@ class Task {
         for (int64_t i = 0; i < place.count; i++) {
             const int64_t row = place.row + i;
             float *const acc = rows_ + i * v_ld_;
+            if (args_.finish) {
+                finish(place, row, acc, tile.m[i], tile.l[i]);
+                continue;
+            }
             number_at(args_.m, place.batch, row, place.head) = tile.m[i];
             number_at(args_.l, place.batch, row, place.head) = tile.l[i];
             write_row(RA_FLOAT32, acc, at(args_.acc, sizeof(float), place.batch, row, place.head), args_.v_head_dim);
-            if (args_.finish) finish(place, row, acc, tile.m[i], tile.l[i]);
         }
     }
 

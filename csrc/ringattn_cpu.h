@@ -41,7 +41,7 @@ typedef struct {
     const int32_t *q_pos, *k_pos; // [S], [T], global positions; read for dropout only
     const float *sinks;           // [H], logits that join at the finish, or null
     int32_t is_full;              // every row sees every key; lo and hi are not read
-    int32_t start, finish;        // forward: begin the state / also write out and lse
+    int32_t start, finish;        // forward: begin the state / write out and lse instead of the state
     int32_t threads;              // at most this many; results have the same bits for any number
     float softmax_scale;
     float softcap; // scores become softcap * tanh(score / softcap); 0: no cap
