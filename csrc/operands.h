@@ -147,20 +147,37 @@ static inline void pack_along(const Rows &rows, int64_t begin, int64_t end, type
     }
 }
 
+// to[column][row] = from[row][column], in numbers of 32 bits: in squares where that pays, and what they leave one by one.
+template <class Number>
+static inline void turn(const Number *from, int64_t rows, int64_t columns, int64_t from_ld, Number *to, int64_t to_ld) {
+    int64_t square_rows = 0, square_columns = 0;
+#if RA_TRANSPOSE
+    square_rows = rows / W * W, square_columns = columns / W * W;
+    for (int64_t r = 0; r < square_rows; r += W)
+        for (int64_t c = 0; c < square_columns; c += W) {
+            VecU square[W];
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) square[i] = load<VecU>(from + (r + i) * from_ld + c);
+            transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) store(to + (c + i) * to_ld + r, square[i]);
+        }
+#endif
+    for (int64_t c = 0; c < columns; c++)
+        for (int64_t r = c < square_columns ? square_rows : 0; r < rows; r++) to[c * to_ld + r] = from[r * from_ld + c];
+}
+
 // [unit of the head dim][LANES], the right operand of scores. `rows` holds LANES rows of fp32.
 template <class U>
 static inline void pack_lanes(const Rows &from, typename U::Unit *to, float *rows, float *row) {
     typename U::Unit *const units = (typename U::Unit *)rows;
     pack_across<U>(from, 0, LANES, units, row);
-    const int64_t ld = padded(from.width) / U::per;
-    for (int64_t d = 0; d < units_of<U>(from.width); d++)
-        for (int64_t i = 0; i < LANES; i++) to[d * LANES + i] = units[i * ld + d];
+    turn(units, LANES, units_of<U>(from.width), padded(from.width) / U::per, to, LANES);
 }
 
 // From [width][LANES] to rows of padded(width).
 static inline void unpack_lanes(const float *from, int64_t width, float *rows) {
-    for (int64_t i = 0; i < LANES; i++)
-        for (int64_t d = 0; d < width; d++) rows[i * padded(width) + d] = from[d * LANES + i];
+    turn(from, width, LANES, LANES, rows, padded(width));
 }
 
 static inline void add_row(const float *row, float *to, int64_t count) {

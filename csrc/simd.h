@@ -62,6 +62,34 @@ RA_INLINE VecU bits(Vec x) {
     return (VecU)x;
 }
 
+// Whether `transpose` beats numbers moved one by one: 7% of forward for S = 512 and D = 64 on Sapphire Rapids with 16
+// lanes, -2% with 8.
+#if RA_WIDTH == 16 && !defined(__clang__)
+#define RA_TRANSPOSE 1
+
+// Exchanges the rows and the columns of a square: in round s, those that differ in bit s of their number.
+RA_INLINE void transpose(VecU (&x)[W]) {
+#pragma GCC unroll 4
+    for (int s = 1; s < W; s *= 2) {
+        VecI low, high; // lanes of (x[i], x[i + s]), counted through
+#pragma GCC unroll 16
+        for (int lane = 0; lane < W; lane++) {
+            low[lane] = lane & s ? lane - s + W : lane;
+            high[lane] = low[lane] + s;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) {
+            if (i & s) continue;
+            const VecU a = x[i], b = x[i + s];
+            x[i] = __builtin_shuffle(a, b, low);
+            x[i + s] = __builtin_shuffle(a, b, high);
+        }
+    }
+}
+#else
+#define RA_TRANSPOSE 0
+#endif
+
 // The larger of a and b; b where either is NaN.
 RA_INLINE Vec max(Vec a, Vec b) {
 #if defined(__AVX512F__) && RA_WIDTH == 16
