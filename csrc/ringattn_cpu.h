@@ -63,14 +63,17 @@ enum {
 enum { RA_OK = 0, RA_OUT_OF_MEMORY = 1, RA_NO_SUCH_LEVEL = 2, RA_BAD_ARGUMENT = 3 };
 
 // Folds the keys into acc, m, l; reads q, k, v, bounds and, at the finish, sinks. Returns RA_OK or another of the codes
-// above, and then has written nothing. level: one bit, or -1 for the best this processor runs.
+// above, and then has written nothing. level: one bit, or -1 for ra_best_level().
 RA_EXPORT int ra_forward(const ra_args *args, int level);
 
 // Adds to dq, dk, dv; reads q, k, v, dout, lse, delta and bounds. Returns as ra_forward does.
 RA_EXPORT int ra_backward(const ra_args *args, int level);
 
-// The levels that this library has and this processor runs, as a bit mask. -1 never means an emulated one.
+// The levels that this library has and this processor runs, as a bit mask.
 RA_EXPORT int ra_levels(void);
+
+// The fastest of them, which is never an emulated one; 0 where there is none.
+RA_EXPORT int ra_best_level(void);
 
 // The name of one level, or null.
 RA_EXPORT const char *ra_level_name(int level);
