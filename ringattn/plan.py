@@ -130,22 +130,13 @@ class Plan:
         """(query, key) pairs that this rank computes and a row sees, per batch row (of the whole batch, if the mask is for one)."""
         return sum(hop.area for hop in self.hops)
 
-    @functools.cached_property
-    def backward_hops(self) -> tuple[Hop, ...]:
+    def backward_hops(self, share: float) -> tuple[Hop, ...]:
         """The hops in the order of the backward pass: a rank's own keys are cut in two, by rows.
 
-        The first part, about a third of the pairs, is computed while the first keys arrive; the rest, at the end, while the last
-        gradients go home, which for 16-bit keys are twice as many bytes.
+        The first part, a `share` of the pairs, is computed while the first keys arrive; the rest, at the end, while the last
+        gradients go home. So it is best the share that keys have in the bytes of both.
         """
-        own, *others = self.hops
-        if not others:
-            return self.hops
-        seen = [np.maximum(b.hi.numpy() - b.lo.numpy(), 0).reshape(-1, b.lo.shape[-1]).sum(0) for b in own.blocks]
-        pairs = np.cumsum(sum(seen), dtype=np.int64) if seen else np.zeros(0, dtype=np.int64)
-        row = int(np.searchsorted(pairs, own.area / 3))
-        if row > TILE:  # no tile is cut
-            row = round(row / TILE) * TILE
-        return (_part(own, 0, row), *others, _part(own, row, len(pairs)))
+        return _backward_hops(self, share)
 
     @property
     def tiles(self) -> int:
@@ -193,15 +184,30 @@ class Plan:
         return keys + sum(hop.recv_rows for hop in self.hops) * per_row * max(4, dtype.itemsize)
 
 
+@functools.lru_cache(64)
+def _backward_hops(plan: Plan, share: float) -> tuple[Hop, ...]:
+    own, *others = plan.hops
+    if not others:
+        return plan.hops
+    seen = [np.maximum(b.hi.numpy() - b.lo.numpy(), 0).reshape(-1, b.lo.shape[-1]).sum(0) for b in own.blocks]
+    pairs = np.cumsum(sum(seen), dtype=np.int64) if seen else np.zeros(0, dtype=np.int64)
+    row = int(np.searchsorted(pairs, share * own.area))
+    if row > TILE:  # no tile is cut
+        row = round(row / TILE) * TILE
+    return (_part(own, 0, row), *others, _part(own, row, len(pairs)))
+
+
 def _part(hop: Hop, start: int, stop: int) -> Hop:
     """What some of the rows compute on a hop that moves nothing."""
     blocks = []
     for block in hop.blocks:
         rows = range(max(start, block.rows.start), min(stop, block.rows.stop))
         if rows:
-            lo, hi = (t.numpy()[..., rows.start : rows.stop] for t in (block.lo, block.hi))
-            area = int(np.maximum(hi - lo, 0).sum(dtype=np.int64))
-            blocks.append(dataclasses.replace(block, rows=rows, area=area))
+            inside = slice(rows.start, rows.stop)
+            lo, hi = torch.full_like(block.lo, len(block.keys)), torch.zeros_like(block.hi)
+            lo[..., inside], hi[..., inside] = block.lo[..., inside], block.hi[..., inside]
+            area = int((hi - lo).clamp(min=0).sum())
+            blocks.append(dataclasses.replace(block, rows=rows, area=area, lo=lo, hi=hi))
     return Hop(hop.offset, (), (), tuple(blocks))
 
 

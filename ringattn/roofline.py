@@ -170,7 +170,8 @@ class _Step(NamedTuple):
 
 
 def _steps(plans: Sequence[Plan], network: Network, sizes: Sizes, backward: bool) -> list[_Step]:
-    hops = list(zip(*(plan.backward_hops if backward else plan.hops for plan in plans), strict=True))
+    share = sizes.key_bytes / (sizes.key_bytes + sizes.grad_bytes)
+    hops = list(zip(*(plan.backward_hops(share) if backward else plan.hops for plan in plans), strict=True))
     steps = []
     for number, computed in enumerate(hops):
         busy: dict[Link, float] = collections.defaultdict(float)
@@ -180,11 +181,11 @@ def _steps(plans: Sequence[Plan], network: Network, sizes: Sizes, backward: bool
             for plan, hop in zip(plans, hops[other] if row_bytes and 0 <= other < len(hops) else (), strict=False):
                 if hop.recv_rows:
                     peer = (plan.rank - hop.offset) % plan.world_size
-                    ends = (plan.rank, peer) if other < number else (peer, plan.rank)
-                    links = _links(network, *ends)
+                    a, b = (plan.rank, peer) if other < number else (peer, plan.rank)
+                    links = _links(network, a, b)
                     for link in links:
-                        busy[link] += network.seconds(hop.recv_rows * row_bytes, *ends)
-                    messages.append(_Message(*ends, max(busy[link] for link in links), network.latency(*ends)))
+                        busy[link] += network.seconds(hop.recv_rows * row_bytes, a, b)
+                    messages.append(_Message(a, b, max(busy[link] for link in links), network.latency(a, b)))
         compute = [sizes.flops(p, hop, backward) / network.flops_per_s for p, hop in zip(plans, computed, strict=True)]
         steps.append(_Step(compute, messages))
     return steps

@@ -210,7 +210,8 @@ def backward(
                 at += len(r)
 
     keys, values = k, v
-    for hop, following in _with_next(plan.backward_hops):
+    share = k.element_size() / (k.element_size() + dtype.itemsize)  # of the keys in all bytes that travel
+    for hop, following in _with_next(plan.backward_hops(share)):
         coming = courier.post(following) if following and following.offset else None
         if hop.offset == 0:
             keys, values, block_dk, block_dv = k, v, dk, dv

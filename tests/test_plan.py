@@ -146,6 +146,34 @@ def test_zigzag_causal_is_even_on_every_hop():
         assert len({sum(block.area for block in hop.blocks) for hop in hops}) == 1
 
 
+@pytest.mark.parametrize("share", [0.0, 1 / 3, 0.5, 1.0])
+@pytest.mark.parametrize("name", masks())
+def test_the_parts_of_a_ranks_own_keys_are_disjoint_and_all(name, share):
+    mask = masks()[name]
+    for layout, world_size in itertools.product(layouts().values(), (2, 3)):
+        for plan in plans(mask, layout, world_size):
+            own, *others = plan.hops
+            first, *between, last = plan.backward_hops(share) if others else (own, own)
+            if not others:
+                assert plan.backward_hops(share) == plan.hops
+                continue
+            assert between == others
+            assert first.area + last.area == own.area
+            rows = [[set(block.rows) for block in part.blocks] for part in (first, last)]
+            assert not any(a & b for a in rows[0] for b in rows[1])
+            assert set().union(*rows[0], *rows[1]) == set().union(*(block.rows for block in own.blocks))
+            by_row = (visible(mask, SEQLEN)[..., plan.positions, :][..., plan.positions]).sum(-1)
+            widest = int(by_row.reshape(-1, len(plan.positions)).sum(0).max()) if len(plan.positions) else 0
+            assert share * own.area - widest <= first.area <= share * own.area  # to a row
+
+
+def test_the_parts_of_a_ranks_own_keys_cut_no_tile():
+    first, *_, last = build_plan(ra.Causal(), "zigzag", 8192, 4, 1).backward_hops(1 / 3)
+    assert first.blocks[0].rows.stop == last.blocks[0].rows.start == 1152
+    assert first.tiles + last.tiles == build_plan(ra.Causal(), "zigzag", 8192, 4, 1).hops[0].tiles
+    assert first.area / (first.area + last.area) == pytest.approx(1 / 3, abs=0.03)
+
+
 def test_short_sequences_and_empty_shards():
     for seqlen, world_size, layout in itertools.product(range(6), (1, 3, 6), ra.layouts()):
         ranks = plans(ra.Causal(), layout, world_size, seqlen)

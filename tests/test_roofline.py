@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 
 import ringattn as ra
 from ringattn import Network, Sizes, build_plan, critical_path, roofline
@@ -16,28 +17,30 @@ def plans_of(mask, layout, seqlen, world_size):
     return [build_plan(mask, layout, seqlen, world_size, rank) for rank in range(world_size)]
 
 
-def simulated(plans, network, is_backward):
+def simulated(plans, network, is_backward, sizes=SIZES):
     plan, name = plans[0], "backward" if is_backward else "forward"
-    sizes = (plan.mask, plan.layout, plan.seqlen, plan.world_size)
-    return simulate(*sizes, network=network, sizes=SIZES, passes=[name]).seconds
+    ring = (plan.mask, plan.layout, plan.seqlen, plan.world_size)
+    return simulate(*ring, network=network, sizes=sizes, passes=[name]).seconds
 
 
-def at_ratio(plans, ratio, is_backward, **kwargs):
+def at_ratio(plans, ratio, is_backward, sizes):
     """The network on which the longest messages of a hop take `ratio` times its compute."""
     chunk = len(plans[0].positions)
-    nbytes = chunk * (SIZES.key_bytes + is_backward * SIZES.grad_bytes)
-    flops = max(SIZES.flops(plan, plan.hops[-1], is_backward) for plan in plans)
-    return Network(flops_per_s=flops * ratio / (nbytes / 50e9), bandwidth_bytes_per_s=50e9, **kwargs)
+    nbytes = chunk * (sizes.key_bytes + is_backward * sizes.grad_bytes)
+    flops = max(sizes.flops(plan, plan.hops[-1], is_backward) for plan in plans)
+    return Network(flops_per_s=flops * ratio / (nbytes / 50e9), bandwidth_bytes_per_s=50e9)
 
 
 @pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_causal_zigzag_takes_the_critical_path(world_size, is_backward):
+def test_causal_zigzag_takes_the_critical_path(world_size, dtype, is_backward):
+    sizes = Sizes(heads=32, kv_heads=8, head_dim=128, dtype=dtype)
     plans = plans_of(ra.Causal(), "zigzag", 8192 * world_size, world_size)
     for ratio in (0.1, 0.25, 0.5, 0.75, 0.9, 1.0):
-        network = at_ratio(plans, ratio, is_backward)
-        shortest = critical_path(plans, network, SIZES, is_backward)
-        took = simulated(plans, network, is_backward)
+        network = at_ratio(plans, ratio, is_backward, sizes)
+        shortest = critical_path(plans, network, sizes, is_backward)
+        took = simulated(plans, network, is_backward, sizes)
         assert (1 - 1e-9) * shortest <= took <= 1.03 * shortest, ratio
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import ringattn as ra
 from ringattn import Network, Span, Timeline
 from ringattn.testing import Sizes, assert_matches, simulate, virtual
+from ringattn.timeline import now
 from tests import processes
 
 NETWORK = Network(flops_per_s=1e6, bandwidth_bytes_per_s=1e5, latency_s=1e-3)
@@ -166,3 +167,34 @@ def test_a_trace_file_has_a_row_per_rank_in_microseconds(tmp_path):
         250_000.0,
         750_000.0,
     )
+
+
+class FakeEvent:
+    """A CUDA event on a device whose clock counts 2 ms for each one recorded."""
+
+    recorded = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        FakeEvent.recorded += 1
+        self.at, self.is_over = 2.0 * FakeEvent.recorded, False
+
+    def synchronize(self):
+        self.is_over = True
+
+    def elapsed_time(self, other):
+        assert other.is_over, "read before it was over"
+        return other.at - self.at
+
+
+def test_on_cuda_spans_are_between_events_of_the_stream(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    timeline, clock = Timeline(), lambda: now(torch.device("cuda"))
+    for offset in (0, 1):
+        with timeline.span(0, "compute", offset, clock):
+            pass
+    first, second = timeline.spans
+    assert [first.seconds, second.start - first.start, second.seconds] == pytest.approx([2e-3, 4e-3, 2e-3])
+    assert timeline.seconds == pytest.approx(6e-3)
