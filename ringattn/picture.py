@@ -10,7 +10,7 @@ import numpy as np
 from ringattn.layout import Layout, ranges
 from ringattn.masks import Mask
 from ringattn.plan import Plan, build_plan
-from ringattn.timeline import Span, Timeline, hop_name
+from ringattn.timeline import Timeline, hop_name
 
 __all__ = ["draw_schedule", "draw_timeline"]
 
@@ -73,6 +73,7 @@ def draw_timeline(timeline: Timeline, path: str | PathLike[str], title: str = "T
     spans = timeline.spans
     if not spans:
         raise ValueError("draw_timeline: the timeline is empty; make an attention call where it records.")
+    from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
     ranks = sorted({span.rank for span in spans})
@@ -84,16 +85,20 @@ def draw_timeline(timeline: Timeline, path: str | PathLike[str], title: str = "T
     figure = from_figure(
         figsize=(14.2, 1.9 + (0.62 if has_transfers else 0.42) * len(ranks)), dpi=160, facecolor="white"
     )
-    height = figure.get_figheight()
-    figure.text(0.035, 1 - 0.32 / height, title, fontsize=15, fontweight="bold", color=INK, va="center")
-    figure.text(0.035, 1 - 0.66 / height, _shares(timeline, len(ranks)), fontsize=11, color=MUTED, va="center")
-    axes = figure.add_axes((0.075, 0.5 / height, 0.9, 1 - 1.75 / height))
-    for lane, rank in enumerate(ranks):
-        for span in spans:
-            if span.rank == rank and span.what in LOOKS:
-                at, tall = LOOKS[span.what]
-                bar = [((span.start - first) * scale, span.seconds * scale)]
-                axes.broken_barh(bar, (lane + at, tall), **_look(span, colours))
+    tall = figure.get_figheight()
+    figure.text(0.035, 1 - 0.32 / tall, title, fontsize=15, fontweight="bold", color=INK, va="center")
+    figure.text(0.035, 1 - 0.66 / tall, _shares(timeline, len(ranks)), fontsize=11, color=MUTED, va="center")
+    axes = figure.add_axes((0.075, 0.5 / tall, 0.9, 1 - 1.75 / tall))
+    bars: dict[tuple[str, int], list[np.ndarray]] = {}
+    for span in spans:
+        if span.what in LOOKS:
+            top, height = LOOKS[span.what]
+            left, right = (span.start - first) * scale, (span.end - first) * scale
+            up, down = ranks.index(span.rank) + top, ranks.index(span.rank) + top + height
+            corners = np.array([(left, up), (right, up), (right, down), (left, down)])
+            bars.setdefault((span.what, span.offset), []).append(corners)
+    for (what, offset), corners_of in bars.items():
+        axes.add_collection(PolyCollection(corners_of, **_look(what, offset, colours)))
     axes.set_xlim(0, timeline.seconds * scale)
     axes.set_ylim(len(ranks), 0)
     axes.set_yticks([lane + 0.3 for lane in range(len(ranks))], [f"rank {rank}" for rank in ranks], color=INK)
@@ -118,11 +123,11 @@ WAIT = {"facecolor": EMPTY, "edgecolor": "#94a3b8", "hatch": "/////", "linewidth
 LOOKS = {"compute": (0.08, 0.46), "wait": (0.08, 0.46), "transfer": (0.6, 0.2)}  # top and height in the lane
 
 
-def _look(span: Span, colours: dict[int, Any]) -> dict[str, Any]:
-    if span.what == "wait":
+def _look(what: str, offset: int, colours: dict[int, Any]) -> dict[str, Any]:
+    if what == "wait":
         return WAIT
-    is_pale = span.what == "transfer" and span.offset < 0
-    look = {"facecolor": colours[abs(span.offset)], "edgecolor": "white", "linewidth": 0.4}
+    is_pale = what == "transfer" and offset < 0
+    look = {"facecolor": colours[abs(offset)], "edgecolor": "white", "linewidth": 0.4}
     return look | {"alpha": 0.55 if is_pale else 1.0}
 
 

@@ -85,7 +85,7 @@ class _Base:
         raise NotImplementedError
 
     def span(self, what: str, offset: int, flops: int = 0) -> AbstractContextManager[None]:
-        return self.timeline.span(self.rank, what, offset, self.now, flops) if self.timeline else _NOTHING
+        return self.timeline.span(self.rank, what, offset, self.now, flops) if self.timeline is not None else _NOTHING
 
     def now(self) -> Stamp:
         return now(self.device)
