@@ -116,7 +116,8 @@ class Backend(Protocol):
         """Fold the keys into the rows of `state`, in place.
 
         q `[B, S, H, D]`, k `[B, T, Hkv, D]`, v `[B, T, Hkv, Dv]`, sinks `[H]` (logits, read at the finish only).
-        `start`: the contents of `state` are undefined; begin it. `finish`: also write `state.out` (normalised, cast) and `state.lse`.
+        `start`: the contents of `state` are undefined; begin it. `finish`: write `state.out` (normalised, cast) and `state.lse`; the
+        running state is undefined afterwards.
         """
         ...
 
