@@ -187,7 +187,27 @@ def backward(
     lse: Tensor,
     options: Options,
 ) -> Pass:
-    """The backward pass of one rank; returns `(dq, dk, dv, dsinks)` in the dtypes of the inputs, dsinks None without sinks.
+    """The backward pass of one rank; returns `(dq, dk, dv, dsinks)` in the dtypes of the inputs, dsinks None without sinks."""
+    grads = yield from _gradients(plan, transport, backend, dout, dlse, q, k, v, sinks, out, lse, options)
+    # the buffers of the hops are gone by now: casts to 16 bits are not held beside them
+    return tuple(None if g is None else g.to(t.dtype) for g, t in zip(grads, (q, k, v, sinks), strict=True))
+
+
+def _gradients(
+    plan: Plan,
+    transport: Transport,
+    backend: Backend,
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    options: Options,
+) -> Pass:
+    """What `backward` returns, in the dtype of the state.
 
     dq stays at home. The gradients of a received block go straight back to its owner one hop behind, in fp32, and are added there.
     A rank's own keys come first and last, so that neither the first keys nor the last gradients travel alone.
@@ -250,8 +270,8 @@ def backward(
         # a sink is a key with value 0 whose logit is its own: dlogit = -p * delta
         # where lse is -inf the sink is too, and weighs nothing
         weight = torch.exp(sinks.to(dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
-        dsinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+        dsinks = -(weight * delta).sum((0, 2))
+    return dq, dk, dv, dsinks
 
 
 def _flops(plan: Plan, hop: Hop, q: Tensor, v: Tensor, backward: bool = False) -> int:
