@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringattn import same_host
 from ringattn.network import Clock, Network, Transfer
 from ringattn.timeline import Span, Stamp, Timeline, active, now
 
@@ -97,6 +98,8 @@ class _Base:
 class ProcessGroupTransport(_Base):
     """Sends and receives of a `torch.distributed` process group, batched (NCCL, gloo).
 
+    CPU tensors go from memory to memory (`same_host.py`) where every rank of the group can read every other's.
+
     Args:
         group: the process group.
         timeout: seconds that one wait may take on a CPU backend; None leaves it to the group's own timeout. On NCCL the group's
@@ -112,9 +115,22 @@ class ProcessGroupTransport(_Base):
     def connect(self, device: torch.device) -> None:
         super().connect(device)
         _warm_up(self.group, device.type)
+        if device.type == "cpu" and self.world_size > 1 and self.group not in _links:
+            _links[self.group] = same_host.connect(self.rank, self.world_size, self._share)
+
+    def _share(self, card: Tensor) -> list[Tensor]:
+        """Every rank's card."""
+        cards = [card] + [torch.empty_like(card) for _ in range(1, self.world_size)]
+        quiet = ProcessGroupTransport(self.group, self.timeout)
+        for handle in [quiet.exchange(offset, card, cards[-offset]) for offset in range(1, self.world_size)]:
+            handle.wait()
+        return [cards[rank - self.rank] for rank in range(self.world_size)]
 
     def _exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
         target, source = (self.rank + offset) % self.world_size, (self.rank - offset) % self.world_size
+        links = _links.get(self.group)
+        if links is not None and all(t is None or t.device.type == "cpu" for t in (send, recv)):
+            return _Reads(self, offset, links, [(source, recv, False), (target, send, True)])
         moves = []
         if send is not None:
             moves.append(
@@ -175,6 +191,45 @@ class _Works:
         )
 
 
+class _Reads(_Works):
+    """The handle of an exchange from memory to memory."""
+
+    def __init__(
+        self,
+        transport: ProcessGroupTransport,
+        offset: int,
+        links: same_host.Links,
+        moves: list[tuple[int, Tensor | None, bool]],
+    ) -> None:
+        super().__init__(transport, offset)
+        self.links, self.moves = links, []
+        for peer, tensor, is_send in moves:
+            if tensor is not None:
+                what = f"sending to rank {peer}" if is_send else f"receiving from rank {peer}"
+                try:
+                    self.moves.append((what, links.post(peer, tensor, is_send)))
+                except RuntimeError as error:
+                    raise self.failed(what, error) from error
+
+    def _wait(self) -> None:
+        limit = _timeout(self.transport.group) if self.transport.timeout is None else self.transport.timeout
+        for what, move in self.moves:  # what arrives first: the sender of each waits for its reader
+            try:
+                self.links.wait(move, limit)
+            except RuntimeError as error:
+                raise self.failed(what, error) from error
+        self.moves = []
+
+    def __del__(self) -> None:
+        if self.moves:  # the call failed elsewhere, and what is on offer goes with this handle
+            self.links.give_up()
+
+
+def _timeout(group: dist.ProcessGroup) -> float:
+    """The group's own limit in seconds."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 def _waits_on_host(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether the group's backend for such tensors blocks the host in `wait`. `dist.get_backend` cannot tell: a group may have several."""
     device = torch.device(device_type)
@@ -183,6 +238,7 @@ def _waits_on_host(group: dist.ProcessGroup, device_type: str) -> bool:
 
 # By group and not by name: a name is used again once the groups of a process have been destroyed.
 _warm: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+_links: "weakref.WeakKeyDictionary[dist.ProcessGroup, same_host.Links | None]" = weakref.WeakKeyDictionary()
 _cpu_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 

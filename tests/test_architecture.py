@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the bottom up. A module imports from the layers below its own: those beside it are strangers.
 LAYERS = (
     ("masks", "network", "timeline", "_env"),
-    ("layout",),
+    ("layout", "same_host"),
     ("plan",),
     ("kernels", "transport", "balance", "roofline"),
     ("merge", "schedule", "handshake"),

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import ringattn as ra
 from ringattn.testing import assert_matches, naive_attention, virtual
+from ringattn.transport import ProcessGroupTransport
 from tests import processes
 
 B, N, H, HKV, D = 2, 8, 4, 2, 8
@@ -337,7 +338,8 @@ def attend_to_odd(rank, world_size, q, k, v, names):
     group = dist.group.WORLD
     mine = [ra.shard(x, group=group) for x in (q, k, v)]
     said = {}
-    with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as move:
+    exchange = ProcessGroupTransport.exchange
+    with mock.patch.object(ProcessGroupTransport, "exchange", autospec=True, side_effect=exchange) as move:
         for name in names:
             kwargs = dict(ODD[name][0]) if rank == 1 else {}
             batch, kv_heads, v_dim = kwargs.pop("batch", B), kwargs.pop("kv_heads", HKV), kwargs.pop("v_head_dim", D)

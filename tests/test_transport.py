@@ -1,4 +1,6 @@
+import os
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -6,8 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
+from ringattn import same_host
 from ringattn.testing import assert_matches, naive_attention
-from ringattn.transport import ProcessGroupTransport, VirtualTransport, VirtualWorld, group_name, transports
+from ringattn.transport import ProcessGroupTransport, VirtualTransport, VirtualWorld, _links, group_name, transports
 from tests import processes
 
 OFFSETS = (1, 2, -1, -2)
@@ -163,10 +166,23 @@ def length(source, target):
     return (source * target + source) % 4
 
 
-def exchange(rank, world_size):
+def group_over(path):
+    """All ranks, with messages over gloo or from memory to memory."""
+    os.environ["RINGATTN_SAME_HOST"] = str(int(path == "memory"))
+    group = dist.new_group()
+    ProcessGroupTransport(group).connect(torch.device("cpu"))
+    del os.environ["RINGATTN_SAME_HOST"]
+    assert (_links[group] is not None) == (path == "memory")
+    return group
+
+
+PATHS = ("memory", "gloo")
+
+
+def exchange(rank, world_size, path):
     """What each exchange brought, two rounds in a row so that messages between two ranks have to match by order."""
     timeline = ra.Timeline()
-    transport = ProcessGroupTransport(dist.group.WORLD, timeline=timeline)
+    transport = ProcessGroupTransport(group_over(path), timeline=timeline)
     got, handles = {}, []
     for turn in range(2):
         for offset in OFFSETS:
@@ -182,10 +198,11 @@ def exchange(rank, world_size):
     return got, timeline.order
 
 
-def test_processes_exchange_in_both_directions():
+@pytest.mark.parametrize("path", PATHS)
+def test_processes_exchange_in_both_directions(path):
     world_size = 3
     sizes = set()
-    for rank, (got, events) in enumerate(processes.run(world_size, exchange)):
+    for rank, (got, events) in enumerate(processes.run(world_size, exchange, path)):
         for (turn, offset), recv in got.items():
             source = (rank - offset) % world_size
             n = length(source, rank)
@@ -254,12 +271,13 @@ def test_a_new_group_of_an_old_name_is_another_group(tmp_path):
         assert_matches(out, want, rtol=1e-12)
 
 
-def wait_in_vain(rank, world_size):
+def wait_in_vain(rank, world_size, path):
     """Rank 1 never sends."""
     messages = []
+    groups = [group_over(path) for _ in range(2)]
     if rank == 0:
-        transport = ProcessGroupTransport(dist.group.WORLD, timeout=0.5)
-        for offset in (1, -1):
+        for group, offset in zip(groups, (1, -1), strict=True):
+            transport = ProcessGroupTransport(group, timeout=0.5)
             try:
                 transport.exchange(offset, None, torch.zeros(1)).wait()
             except RuntimeError as error:
@@ -267,8 +285,9 @@ def wait_in_vain(rank, world_size):
     return messages
 
 
-def test_a_wait_that_times_out_says_for_whom_and_where():
-    messages, _ = processes.run_fresh(2, wait_in_vain)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_wait_that_times_out_says_for_whom_and_where(path):
+    messages, _ = processes.run_fresh(2, wait_in_vain, path)
     hop, home = messages
     assert hop.startswith("ring_attention: rank 0 of 2 failed receiving from rank 1 on hop 1 (limit 0.5 s): ")
     assert home.startswith(
@@ -276,6 +295,61 @@ def test_a_wait_that_times_out_says_for_whom_and_where():
     )
     for message in messages:
         assert message.endswith("that rank died, left, or hangs. Look at its log first.")
+
+
+def differ(rank, world_size):
+    transport = ProcessGroupTransport(group_over("memory"), timeout=5)
+    try:
+        transport.exchange(1, torch.zeros(3 + rank), torch.zeros(3 + rank)).wait()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_ends_that_differ_are_refused():
+    said = processes.run_fresh(2, differ)
+    for rank, message in enumerate(said):
+        assert f"rank {rank} of 2 failed receiving from rank {1 - rank} on hop 1 (limit 5 s): " in message
+    assert any(re.search(r"\d+ bytes were sent and \d+ awaited; both ends must agree", m) for m in said)
+
+
+def one_opts_out(rank, world_size):
+    os.environ["RINGATTN_SAME_HOST"] = str(int(rank != 1))
+    group = dist.new_group()
+    ProcessGroupTransport(group).connect(torch.device("cpu"))
+    return _links[group] is None
+
+
+def one_may_not_read(rank, world_size):
+    def refuse(*args):
+        raise PermissionError("not permitted")
+
+    group = dist.new_group()
+    with mock.patch.object(same_host, "_read", refuse if rank == 1 else same_host._read):
+        ProcessGroupTransport(group).connect(torch.device("cpu"))
+    return _links[group] is None
+
+
+@pytest.mark.parametrize("reason", [one_opts_out, one_may_not_read])
+def test_all_ranks_leave_messages_to_gloo_where_one_must(reason):
+    assert processes.run_fresh(3, reason) == [True] * 3
+
+
+def attend_without_work_on_the_first_hop(rank, world_size, path, q):
+    group = group_over(path)
+    out = ra.ring_attention(
+        *[ra.shard(q, "contiguous", group)] * 3, mask=FAR, layout="contiguous", group=group, timeout=30
+    )
+    return ra.unshard(out, "contiguous", group)
+
+
+FAR = ra.Documents((0, 8, 9, 16))  # of four ranks only the first pair and the last exchange anything
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_rank_without_work_on_a_hop_hangs_nobody(path):
+    q = torch.randn(1, 16, 2, 4, dtype=torch.float64)
+    for out in processes.run(4, attend_without_work_on_the_first_hop, path, q):
+        assert_matches(out, naive_attention(q, q, q, FAR), rtol=1e-12)
 
 
 def attend(rank, world_size, q, k, v):
