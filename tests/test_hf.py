@@ -21,8 +21,11 @@ from tests.processes import run
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
+from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_overlay  # noqa: E402
+
 from ringattn import hf  # noqa: E402
 from ringattn.hf.attention import attention  # noqa: E402
+from ringattn.hf.pattern import Pattern, ask  # noqa: E402
 from ringattn.layout import positions  # noqa: E402
 from ringattn.transport import VirtualWorld  # noqa: E402
 
@@ -30,6 +33,13 @@ VOCAB, HIDDEN = 64, 32
 TIGHT, LOSS = 1e-12, 5e-6  # fp64 throughout; transformers' loss function works in fp32
 LIMITS = {"logits": TIGHT, "gradients": TIGHT, "loss": LOSS, "gradients of the loss": LOSS}
 WINDOW = 5
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": WINDOW},
@@ -55,12 +65,8 @@ def make(family: str, implementation: str = "ringattn", dtype: torch.dtype = tor
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    config = getattr(transformers, hf.FAMILIES[family].causal_lm).config_class(
-        **{**sizes, **CHANGES[family], **changes}
-    )
-    model = getattr(transformers, hf.FAMILIES[family].causal_lm)._from_config(
-        config, attn_implementation=implementation
-    )
+    config = getattr(transformers, FAMILIES[family]).config_class(**{**sizes, **CHANGES[family], **changes})
+    model = getattr(transformers, FAMILIES[family])._from_config(config, attn_implementation=implementation)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.to(dtype).named_parameters():
         if "norm" in name:
@@ -271,7 +277,7 @@ def call(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", list(hf.FAMILIES))
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_ring_is_one_process(family: str, layout: str, world_size: int) -> None:
     names = {"llama": tuple(CASES), "mistral": WINDOWED_CASES}.get(family, SHORT)
     for rank, errors in enumerate(call(world_size, parity, family, layout, names)):
@@ -288,7 +294,7 @@ def test_a_dropped_window_is_noticed(family: str) -> None:
 
     def drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         ring = kwargs["ring"]
-        return args, {**kwargs, "ring": dataclasses.replace(ring, masks=dict.fromkeys(ring.masks, ring.masks[None]))}
+        return args, {**kwargs, "ring": dataclasses.replace(ring, masks=dict.fromkeys(ring.masks, ringattn.Causal()))}
 
     assert compare(model, dense, plain(17), 0, 1, "zigzag")["logits"] <= TIGHT
     model.model.register_forward_pre_hook(drop, with_kwargs=True)
@@ -499,11 +505,13 @@ def test_packings_make_no_new_graphs() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        (NotImplementedError, {"model_type": "gpt2"}, ["model_type 'gpt2'", "llama, mistral"]),
         (ValueError, {"_attn_implementation": "sdpa"}, ["'sdpa'", "set_attn_implementation('ringattn')"]),
-        (NotImplementedError, {"attention_dropout": 0.25}, ["attention_dropout is 0.25", "not supported yet"]),
-        (NotImplementedError, {"layer_types": ["chunked_attention"]}, ["layer_types has 'chunked_attention'"]),
-        (NotImplementedError, {"is_causal": False}, ["config.is_causal is False"]),
+        (NotImplementedError, {"layer_types": ["linear_attention"]}, ["layer_types has 'linear_attention'; only"]),
+        (
+            NotImplementedError,
+            {"output_router_logits": True},
+            ["config.output_router_logits is True", "Set it to False"],
+        ),
     ],
 )
 def test_attach_refuses_models(kind: type[Exception], changes: dict[str, Any], words: list[str]) -> None:
@@ -517,7 +525,9 @@ def test_attach_refuses_models(kind: type[Exception], changes: dict[str, Any], w
 def test_attach_refuses_heads_and_settings() -> None:
     config = make("llama").config
     head = transformers.LlamaForSequenceClassification._from_config(config, attn_implementation="ringattn")
-    with pytest.raises(NotImplementedError, match="a LlamaForSequenceClassification; it must be a LlamaForCausalLM or"):
+    with pytest.raises(
+        NotImplementedError, match=r"LlamaForSequenceClassification gives \(1, 2\) for tokens \(1, 12\)"
+    ):
         hf.attach(head, None)
     with pytest.raises(ValueError, match=r"loss_scale is 'mean'; it must be 'fsdp' or 'caller'"):
         hf.attach(make("llama"), None, loss_scale="mean")
@@ -527,22 +537,6 @@ def test_attach_refuses_heads_and_settings() -> None:
         for value, kind in ((3, "int"), (VirtualWorld(2), "VirtualWorld")):
             with pytest.raises(ValueError, match=rf"attach: {name} is a {kind}; it must be a ProcessGroup"):
                 hf.attach(make("llama"), **{"group": None, name: value})
-
-
-def dynamic_rope(rank: int, world_size: int, nested: bool) -> str:
-    model = make("llama")
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    model.config.rope_parameters = {"full_attention": rope, "sliding_attention": rope} if nested else rope
-    hf.attach(model, None)  # one process sees every position
-    with pytest.raises(NotImplementedError) as refused:
-        hf.attach(model, dist.group.WORLD)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_attach_refuses_rope_that_depends_on_length(nested: bool) -> None:
-    for message in run(2, dynamic_rope, nested):
-        assert "rope type 'dynamic' depends on the largest position, and each of 2 ranks sees its own only" in message
 
 
 IDS = tokens(1, 6)
@@ -558,6 +552,7 @@ HOLE = torch.tensor([[1, 1, 0, 1, 0, 0]])
         (NotImplementedError, {"use_cache": True}, ["use_cache is True; it must be False"]),
         (NotImplementedError, {"output_attentions": True}, ["output_attentions is True; it must be False"]),
         (NotImplementedError, {"is_causal": False}, ["is_causal is False; it must be True"]),
+        (NotImplementedError, {"output_router_logits": True}, ["output_router_logits is True; it must be False"]),
         (NotImplementedError, {"logits_to_keep": 1}, ["logits_to_keep is 1; it must be 0"]),
         (NotImplementedError, {"logits_to_keep": ONES}, ["logits_to_keep is a tensor of shape (1, 6)"]),
         (NotImplementedError, {"token_type_ids": ONES}, ["token_type_ids is a tensor of shape (1, 6)", "leave it out"]),
@@ -597,8 +592,8 @@ def test_a_changed_config_is_refused() -> None:
             module(IDS)
         model.set_attn_implementation("ringattn")
         assert torch.equal(model(IDS).logits, wanted)
-    model.config.attention_dropout = 0.25
-    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM with ringattn.hf: attention_dropout is 0.25"):
+    model.config.output_router_logits = True
+    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM with ringattn.hf: config.output_router_logits is"):
         model(IDS)
 
 
@@ -633,29 +628,48 @@ def test_arguments_by_position_are_arguments_by_name() -> None:
     assert error(by_position, model(IDS).logits) > 1e-3
 
 
+def asked(function: Any, window: int | None = None) -> Any:
+    parts = (function,) if window is None else (function, sliding_window_overlay(window))
+    return ask(mask_function=and_masks(*parts))
+
+
 def told(rows: int = 4) -> hf.RingContext:
     return hf.RingContext(
         group=None,
         layout="zigzag",
         seqlen=4,
         rows=rows,
-        masks={None: ringattn.Causal()},
+        masks={Pattern(): ringattn.Causal()},
         backend="auto",
         timeout=None,
         is_outer=True,
+        places=torch.arange(max(rows, 1))[None],
     )
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        (RuntimeError, {"ring": None}, ["ring is missing; call ringattn.hf.attach(model, group) first", "group None"]),
-        (NotImplementedError, {"attention_mask": ONES}, ["attention_mask is a tensor of shape (1, 6)", "be None"]),
+        (
+            NotImplementedError,
+            {"attention_mask": ONES},
+            ["attention_mask is a tensor of shape (1, 6)", "be None or made"],
+        ),
+        (
+            NotImplementedError,
+            {"attention_mask": asked(causal_mask_function, 3), "sliding_window": 4},
+            ["is 4; it", "window 3"],
+        ),
+        (
+            NotImplementedError,
+            {"attention_mask": asked(sum)},
+            ["the mask's part is 'sum'; it must be causal, bidirectional"],
+        ),
         (NotImplementedError, {"dropout": 0.1}, ["dropout is 0.1; it must be 0.0"]),
-        (NotImplementedError, {"is_causal": False}, ["is_causal is False; it must be True or None"]),
-        (NotImplementedError, {"sliding_window": 3}, ["sliding_window is 3; it must be one of [None]"]),
-        (NotImplementedError, {"softcap": 30.0}, ["softcap is 30.0; it must be None"]),
-        (NotImplementedError, {"s_aux": ONES}, ["s_aux is a tensor of shape (1, 6)"]),
+        (NotImplementedError, {"is_causal": False}, ["the pattern is 'bidirectional'; it must be one of", ": causal"]),
+        (NotImplementedError, {"sliding_window": 3}, ["the pattern is 'causal, window 3'; it must be one of those"]),
+        (NotImplementedError, {"indices": ONES}, ["indices is a tensor"]),
+        (NotImplementedError, {"block_indices": ONES}, ["block_indices is a tensor"]),
         (NotImplementedError, {"position_bias": ONES}, ["position_bias is a tensor"]),
         (NotImplementedError, {"anything": {}}, ["anything is a dict"]),
         (NotImplementedError, {"anything": False}, ["anything is False; it must be None or left out"]),
@@ -675,6 +689,11 @@ def test_the_attention_refuses_arguments(kind: type[Exception], changes: dict[st
         attention(module, q, k, k, **{**given, **changes})
 
 
-def test_a_model_that_was_not_attached_says_so() -> None:
-    with pytest.raises(RuntimeError, match=r"LlamaAttention 0: .*call ringattn\.hf\.attach\(model, group\)"):
-        make("llama")(IDS)
+def test_a_layer_of_an_attached_model_is_not_called_alone() -> None:
+    model = hf.attach(make("llama"), None)
+    hidden = torch.randn(1, 4, HIDDEN, dtype=torch.float64)
+    at = model.model.rotary_emb(hidden, torch.arange(4)[None])
+    with pytest.raises(
+        RuntimeError, match=r"LlamaAttention 0: .* ring is missing; call the attached model or its decoder"
+    ):
+        model.model.layers[0](hidden, position_embeddings=at)

@@ -1,4 +1,4 @@
-"""Ring attention in causal decoders of Hugging Face transformers.
+"""Ring attention in the models of Hugging Face transformers.
 
 Importing this package registers the attention and the mask function under the name "ringattn"; `attach` makes a model
 take the whole batch on every rank of a group, compute on this rank's rows, and return this rank's rows.
@@ -14,14 +14,15 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 import ringattn
-from ringattn.hf.attention import NAME, Group, RingContext, attention, no_mask
-from ringattn.hf.model import FAMILIES, Family, attach
+from ringattn.hf.attention import NAME, Group, RingContext, attention
+from ringattn.hf.model import attach
+from ringattn.hf.pattern import ask
 from ringattn.layout import Layout
 
-__all__ = ["FAMILIES", "Family", "RingContext", "attach", "gather"]
+__all__ = ["RingContext", "attach", "gather"]
 
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, no_mask)
+AttentionMaskInterface.register(NAME, ask)
 
 
 def gather(x: Tensor, group: Group, layout: Layout, seqlen: int, dim: int = 1) -> Tensor:

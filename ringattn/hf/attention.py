@@ -9,22 +9,45 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringattn
+from ringattn.hf.families import QUERY_SCALES
+from ringattn.hf.pattern import Asked, Pattern, one_process
 from ringattn.layout import Layout
 from ringattn.masks import Mask
 
-__all__ = ["FIRST", "NAME", "Group", "RingContext", "attention", "no_mask", "text"]
+__all__ = ["ATTACHED", "FIRST", "INDEX", "NAME", "Group", "RingContext", "Seen", "attention", "mixed", "text"]
 
 NAME = "ringattn"
+ATTACHED = "_ringattn_attached"  # on every module of an attached model: its attention calls must be told
 FIRST = "_ringattn_first"  # on the first attention module: ranks compare their arguments there, once for each forward
+INDEX = "_ringattn_index"  # on an attention module: its number, which keeps the dropout of layers apart
 
 # Keyword arguments that reach an attention call and that the pre-hook has dealt with for the whole batch.
 HANDLED = (
     *("position_ids", "labels", "shift_labels", "num_items_in_batch"),
     *("output_hidden_states", "return_dict"),
 )
-OFF = ("use_cache", "output_attentions")  # these may reach it too, and are refused unless they are False
+OFF = (
+    "use_cache",
+    "output_attentions",
+    "output_router_logits",
+)  # may reach it too, and are refused unless they are False
+SAME = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # honoured by `attach`, and only there
 
 Group = dist.ProcessGroup | DeviceMesh | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """One attention call of a model, as the trial of `attach` saw it."""
+
+    module: nn.Module
+    pattern: Pattern
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    softcap: float | None
+    has_sinks: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,20 +59,28 @@ class RingContext:
         layout: which rows each rank holds.
         seqlen: global tokens.
         rows: rows of this rank. A rank without rows computes on one row that is not part of the sequence.
-        masks: what rows see, by the sliding window of a layer in tokens (None: no window).
+        masks: what rows see, by the pattern of a layer.
         backend: block kernels, by name.
         timeout: seconds that a hop may take, or None.
         is_outer: the batch was split by the causal LM, not by its decoder.
+        places: int64 `[B or 1, S]`, the place of each row of this rank in its document.
+        seed: of this forward's dropout, or None where there is none.
+        last: the largest position of the whole batch, if the model's RoPE depends on it.
+        seen: a list to which calls are added instead of computed: the trial of `attach`.
     """
 
     group: Group
     layout: Layout
     seqlen: int
     rows: int
-    masks: dict[int | None, Mask]
+    masks: dict[Pattern, Mask]
     backend: str
     timeout: float | None
     is_outer: bool
+    places: Tensor
+    seed: int | None = None
+    last: int | None = None
+    seen: list[Seen] | None = None
 
 
 def attention(
@@ -57,44 +88,57 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Asked | None = None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     ring: RingContext | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Ring attention of query `[B, H, S, D]`, key and value `[B, Hkv, S, D]`, as `[B, S, H, D]`; no weights.
+    """Attention of query `[B, H, S, D]`, key `[B, Hkv, S, D]` and value `[B, Hkv, S, Dv]`, as `[B, S, H, Dv]`; no weights.
+
+    In a model that `attach` has split, a ring; else plain attention in one process, where keys may outnumber queries.
 
     Raises:
-        RuntimeError: the model was not attached.
+        RuntimeError: the model is attached and does not hand `ring` down.
         NotImplementedError: an argument is given that is not honoured.
         ValueError: the rows are not this rank's.
     """
-    if ring is None:
-        raise RuntimeError(
-            f"{_who(module)}: the keyword argument ring is missing; call ringattn.hf.attach(model, group) first, with "
-            "group None for one process, and then the model or its decoder, not a layer."
-        )
-    if attention_mask is not None:
-        raise _refused(module, "attention_mask", attention_mask, "None")
-    if dropout != 0.0:
-        raise _refused(module, "dropout", dropout, "0.0")
-    if is_causal is False:
-        raise _refused(module, "is_causal", is_causal, "True or None")
-    if sliding_window not in ring.masks:
-        raise _refused(module, "sliding_window", sliding_window, f"one of {[*ring.masks]}, as in the model's config")
+    pattern = _pattern(module, attention_mask, sliding_window, is_causal, query.shape[2])
     for name, extra in kwargs.items():
         if extra is None or name in HANDLED or (name in OFF and extra is False):
             continue
+        if ring is None and name == "use_cache":
+            continue
         raise _refused(module, name, extra, "False or left out" if name in OFF else "None or left out")
+    options = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
+    if ring is None:
+        if getattr(module, ATTACHED, False):
+            raise RuntimeError(
+                f"{_who(module)}: the keyword argument ring is missing; call the attached model or its decoder, not a "
+                "layer. A model that does not hand keyword arguments down to its attention is not supported."
+            )
+        return _alone(module, query, key, value, attention_mask, pattern, options), None
     for name, rows in (("query", query.shape[2]), ("key", key.shape[2]), ("value", value.shape[2])):
         if rows != max(ring.rows, 1):
             raise ValueError(
                 f"{_who(module)}: {name} has {rows} rows and this rank {ring.rows} of {ring.seqlen}; they must agree."
             )
+    if (rescale := QUERY_SCALES.get(type(module).__name__)) is not None:
+        query = rescale(module, query, ring.places)
+    if ring.seen is not None:
+        return _note(module, query, key, value, pattern, softcap, s_aux, ring.seen), None
+    if pattern not in ring.masks:
+        good = ", ".join(map(str, ring.masks))
+        raise _refused(module, "the pattern", str(pattern), f"one of those seen when the model was attached: {good}")
+    if dropout:
+        if ring.seed is None:
+            raise _refused(module, "dropout", dropout, "0.0 unless config.attention_dropout (or the like) says so")
+        options["seed"] = mixed(ring.seed, getattr(module, INDEX, 0))
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if ring.rows == 0:
         q, k, v = q[:, :0], k[:, :0], v[:, :0]
@@ -102,23 +146,85 @@ def attention(
         q,
         k,
         v,
-        mask=ring.masks[sliding_window],
+        mask=ring.masks[pattern],
         layout=ring.layout,
         group=ring.group,
         seqlen=ring.seqlen,
-        softmax_scale=scaling,
         backend=ring.backend,
         timeout=ring.timeout,
         validate=getattr(module, FIRST, False),
+        **options,
     )
     if ring.rows == 0:  # the row that is not part of the sequence, in the graph behind the ring
         out = torch.cat([out, out.new_zeros(out.shape[0], 1, *out.shape[2:])], dim=1)
     return out, None
 
 
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """The mask function that transformers calls: what rows see is in the `RingContext`."""
-    return None
+def _pattern(
+    module: nn.Module, asked: Tensor | Asked | None, sliding_window: int | None, is_causal: bool | None, rows: int
+) -> Pattern:
+    """What the layer sees: what its mask says, as in transformers' "sdpa", or else what its keywords say."""
+    window = None if sliding_window is None else int(sliding_window) - 1
+    if asked is None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        return Pattern(window, 0 if causal else window)
+    if not isinstance(asked, Asked):
+        raise _refused(module, "attention_mask", asked, "None or made by transformers.masking_utils")
+    if asked.refused is not None:
+        raise _refused(module, "the mask's part", asked.refused, "causal, bidirectional, sliding, chunked or packed")
+    if window is not None and window != asked.pattern.left:
+        raise _refused(module, "sliding_window", sliding_window, f"that of its mask, which is {asked.pattern}")
+    return asked.pattern
+
+
+def _alone(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asked: Any,
+    pattern: Pattern,
+    options: dict[str, Any],
+) -> Tensor:
+    """One process: shorter queries or keys are filled up with rows that see, and keys that are seen by, nothing."""
+    rows, keys = query.shape[2], key.shape[2]
+    if options["dropout_p"]:
+        options["seed"] = mixed(int(torch.randint(2**62, (), device="cpu")), 0)
+    try:
+        mask, first = one_process(pattern, asked, rows, keys)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{_who(module)}: {error}") from None
+    n = max(rows, keys)
+    query = nn.functional.pad(query, (0, 0, first, n - rows - first))
+    key, value = (nn.functional.pad(x, (0, 0, 0, n - keys)) for x in (key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    out = ringattn.ring_attention(q, k, v, mask=mask, layout="contiguous", **options)
+    return out[:, first : first + rows]
+
+
+def _note(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    softcap: float | None,
+    sinks: Tensor | None,
+    seen: list[Seen],
+) -> Tensor:
+    """Note a call; what is returned depends on all of a row's query, key and value, and on no other row."""
+    (_, heads, _, head_dim), (kv_heads, value_dim) = query.shape, (key.shape[1], value.shape[-1])
+    seen.append(Seen(module, pattern, heads, kv_heads, head_dim, value_dim, softcap, sinks is not None))
+    k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
+    return (v * (1 + torch.tanh((query * k).mean(-1, keepdim=True)))).transpose(1, 2).contiguous()
+
+
+def mixed(seed: int, index: int) -> int:
+    """A seed for each layer: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    x = (seed + 0x9E3779B97F4A7C15 * (index + 1)) % 2**64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+    return (x ^ (x >> 31)) >> 1
 
 
 def text(value: Any) -> str:

@@ -1,9 +1,9 @@
-"""`attach`: the families it knows, what it refuses, and the hooks that split a batch."""
+"""`attach`: what it refuses, and the hooks that split a batch."""
 
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,43 +12,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from ringattn.balance import choose_layout
-from ringattn.handshake import share_verdict
-from ringattn.hf.attention import FIRST, NAME, Group, RingContext, text
-from ringattn.hf.batch import IGNORED, make_masks, shift
+from ringattn.handshake import exchange, share_verdict
+from ringattn.hf.attention import ATTACHED, FIRST, INDEX, NAME, Group, RingContext, mixed, text
+from ringattn.hf.batch import IGNORED, document_starts, make_masks, places, shift
+from ringattn.hf.families import RECURRENT
+from ringattn.hf.trial import CONVENTIONS, Facts, try_out
 from ringattn.layout import Layout, positions, resolve
 from ringattn.transport import VirtualWorld, group_name
 
-__all__ = ["FAMILIES", "Family", "attach"]
+__all__ = ["attach"]
 
 
-class Family(NamedTuple):
-    """The classes of one model family that `attach` knows."""
-
-    causal_lm: str
-    decoder: str
-
-
-# A family belongs here if its layers pass **kwargs down to the attention function, its attention is causal with at most
-# a sliding window, its first attention is `layers[0].self_attn`, and its loss function takes `shift_labels` and
-# `num_items_in_batch`.
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", "LlamaModel"),
-    "mistral": Family("MistralForCausalLM", "MistralModel"),
-    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Model"),
-    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Model"),
-    "smollm3": Family("SmolLM3ForCausalLM", "SmolLM3Model"),
-}
-LAYER_TYPES = ("full_attention", "sliding_attention")
-LOCAL_ROPE = ("dynamic", "longrope")  # their frequencies depend on the largest position that a rank sees
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+LOCAL_ROPE = ("dynamic", "longrope")  # their frequencies depend on the largest position, which one rank does not see
 
 # Arguments of the model that the hook reads, and those that it only passes on.
 READ = (
     *("input_ids", "inputs_embeds", "labels", "shift_labels", "num_items_in_batch", "position_ids", "attention_mask"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
 )
 PASSED = ("output_hidden_states", "return_dict")
 
-_STATE = "_ringattn"  # on the model: its settings and hooks
+STATE = "_ringattn"  # on the model: its settings and hooks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +72,10 @@ def attach(
     rank of `group` refuses raise the same error on every rank of `group`.
 
     Args:
-        model: a causal LM or bare decoder of a family in `FAMILIES`, loaded with `attn_implementation="ringattn"`.
+        model: a language model (one that gives a row of logits for each token) or bare decoder or encoder, loaded with
+            `attn_implementation="ringattn"`. Which classes are right is in docs/models.md; a model whose tokens meet
+            outside of the attention function is found by a trial on a dozen tokens and refused. The trial is made here,
+            or, if the weights are not there yet (on the meta device, or not finite), before the first batch.
         group: a process group, a mesh of one axis, or None for one process.
         layout: "zigzag" (default), "contiguous", "striped", a layout value, or "auto": for each batch that of
             `ringattn.choose_layout`, from what its layers without a window see.
@@ -100,7 +88,7 @@ def attach(
         timeout: seconds that a hop may take; None (default) is the group's.
 
     Raises:
-        NotImplementedError: the model's family, class, layer types, rope type or attention dropout has no support.
+        NotImplementedError: the model's class, a layer of it or an argument of an attention call has no support.
         ValueError: `attn_implementation`, `group`, `loss_scale`, `data_group` or `layout` is wrong.
 
     Example:
@@ -114,26 +102,60 @@ def attach(
     """
     _check_group("group", group)
     _check_group("data_group", data_group)
-    _check_model(model, _size(group))
+    config = _check_model(model)
     if loss_scale not in ("fsdp", "caller"):
         raise ValueError(f"ringattn.hf.attach: loss_scale is {loss_scale!r}; it must be 'fsdp' or 'caller'.")
     if layout != "auto":
         resolve(layout)
     settings = _Settings(group, layout, loss_scale, data_group, backend, timeout)
-    old, handles = getattr(model, _STATE, (None, ()))
-    if old == settings:
-        return model
-    for handle in handles:
-        handle.remove()
+    old: _State | None = getattr(model, STATE, None)
+    if old is not None:
+        if old.settings == settings:
+            return model
+        old.remove()
+    state = _State(settings)
+    for module in model.modules():
+        setattr(module, ATTACHED, True)
+    if not any(p.is_meta for p in model.parameters()):
+        try:
+            state.learn("ringattn.hf.attach", model, config)
+        except FloatingPointError:  # weights that are still to be loaded
+            pass
+        except Exception:
+            for module in model.modules():
+                setattr(module, ATTACHED, False)
+            raise
     decoder = _decoder(model)
-    handles = []
     for module in (model,) if decoder is model else (model, decoder):
-        hook = _Hook(settings, _parameters(module), is_outer=module is not decoder)
-        handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
-        handles.append(module.register_forward_hook(hook.after, with_kwargs=True))
-    setattr(decoder.layers[0].self_attn, FIRST, True)
-    setattr(model, _STATE, (settings, tuple(handles)))
+        hook = _Hook(state, _parameters(module), is_outer=module is not decoder)
+        state.handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
+        state.handles.append(module.register_forward_hook(hook.after, with_kwargs=True))
+    for rope in _local_ropes(model):
+        state.handles.append(rope.register_forward_pre_hook(_lengthen, with_kwargs=True))
+        state.handles.append(rope.register_forward_hook(_shorten, with_kwargs=True))
+    setattr(model, STATE, state)
     return model
+
+
+class _State:
+    """What `attach` leaves on a model."""
+
+    def __init__(self, settings: _Settings) -> None:
+        self.settings = settings
+        self.handles: list[Any] = []
+        self.facts: Facts | None = None
+
+    def learn(self, who: str, model: nn.Module, config: Any, *, is_called: bool = False) -> Facts:
+        """Make the trial, and number the attention modules in the order of their calls."""
+        self.facts = try_out(who, model, config, is_called=is_called)
+        for index, call in enumerate(reversed(self.facts.calls), 1):
+            setattr(call.module, INDEX, len(self.facts.calls) - index)
+        setattr(self.facts.calls[0].module, FIRST, True)
+        return self.facts
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
 
 
 def _check_group(name: str, group: object) -> None:
@@ -149,59 +171,65 @@ def _check_group(name: str, group: object) -> None:
         )
 
 
-def _check_model(model: nn.Module, world_size: int) -> None:
-    """Refuse what would run and be wrong."""
+def _check_model(model: nn.Module) -> Any:
+    """Refuse what would run and be wrong; the config of the text model."""
     who = "ringattn.hf.attach"
-    config: Any = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
-    if kind not in FAMILIES:
+    if not isinstance(model, PreTrainedModel):
+        raise NotImplementedError(f"{who}: model is a {type(model).__name__}; it must be a model of transformers.")
+    if model.config.is_encoder_decoder and _decoder(model) is not model:
         raise NotImplementedError(
-            f"{who}: model_type {kind!r} is not supported; it must be one of {', '.join(FAMILIES)}."
+            f"{who}: {type(model).__name__} is an encoder and a decoder, which see each other; only one of them alone is "
+            "supported."
         )
-    family = FAMILIES[kind]
-    if not set(family) & {cls.__name__ for cls in type(model).__mro__}:
-        raise NotImplementedError(
-            f"{who}: model is a {type(model).__name__}; it must be a {family.causal_lm} or a {family.decoder}."
-        )
-    if (used := getattr(config, "_attn_implementation", None)) != NAME:
-        raise ValueError(
-            f"{who}: the model's attn_implementation is {used!r}; it must be {NAME!r}. Load the model with "
-            f"attn_implementation={NAME!r}, or call model.set_attn_implementation({NAME!r}) first."
-        )
-    _check_dropout(who, config)
-    if getattr(config, "is_causal", True) is False:
-        raise NotImplementedError(f"{who}: config.is_causal is False; only causal decoders are supported.")
+    config: Any = model.config.get_text_config(decoder=True)
+    check_attached(who, config)
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)):
         raise NotImplementedError(
-            f"{who}: layer_types has {unknown[0]!r}; only {' and '.join(LAYER_TYPES)} are supported."
+            f"{who}: layer_types has {unknown[0]!r}; only {', '.join(LAYER_TYPES)} are supported."
         )
-    if world_size > 1 and (rope := sorted(_rope_types(config) & set(LOCAL_ROPE))):
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase | nn.Conv1d) or RECURRENT.search(type(module).__name__):
+            raise NotImplementedError(
+                f"{who}: {name or 'model'} is a {type(module).__name__}, which carries something from token to token outside "
+                "of attention; only attention is split over ranks."
+            )
+    if (rope := sorted(_rope_types(config) & set(LOCAL_ROPE))) and not _local_ropes(model):
         raise NotImplementedError(
-            f"{who}: rope type {rope[0]!r} depends on the largest position, and each of {world_size} ranks sees its own"
-            " only; use another rope type (default, linear, llama3, yarn), or a group of one."
+            f"{who}: rope type {rope[0]!r} depends on the largest position, and {type(model).__name__} has no module that "
+            "could be told; use another rope type (default, linear, llama3, yarn)."
         )
+    return config
 
 
-def _check_dropout(who: str, config: Any) -> None:
-    if dropout := getattr(config, "attention_dropout", 0.0):
-        raise NotImplementedError(
-            f"{who}: attention_dropout is {dropout}, which is not supported yet; set config.attention_dropout to 0.0 "
-            "before the model is made."
-        )
-
-
-def _check_attached(who: str, config: Any) -> None:
+def check_attached(who: str, config: Any) -> None:
     """Refuse a config that was changed after `attach` to what would run and be wrong."""
     if (used := getattr(config, "_attn_implementation", None)) != NAME:
         raise ValueError(
-            f"{who}: the model's attn_implementation is {used!r}; it must be {NAME!r} while the model is attached. Call "
-            f"model.set_attn_implementation({NAME!r}), or make a model that is not attached."
+            f"{who}: the model's attn_implementation is {used!r}; it must be {NAME!r} while the model is attached. Load "
+            f"the model with attn_implementation={NAME!r}, or call model.set_attn_implementation({NAME!r})."
         )
-    _check_dropout(who, config)
+    if getattr(config, "output_router_logits", False):
+        raise NotImplementedError(
+            f"{who}: config.output_router_logits is True; the auxiliary loss of experts is over the whole batch, which is "
+            "not supported yet. Set it to False."
+        )
+
+
+def _has_dropout(config: Any) -> bool:
+    """Whether some attention of the model drops weights: `attention_dropout`, `attn_pdrop`, and their like."""
+    return any(
+        isinstance(value, float) and value > 0
+        for name, value in vars(config).items()
+        if name.startswith("att") and "drop" in name
+    )
 
 
 def _decoder(model: nn.Module) -> nn.Module:
     return getattr(model, str(model.base_model_prefix), model)
+
+
+def _has_local_rope(config: Any) -> bool:
+    return bool(_rope_types(config) & set(LOCAL_ROPE))
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -229,11 +257,40 @@ def _rank(group: Group) -> int:
     return 0 if group is None else dist.get_rank(_process_group(group))
 
 
+def _local_ropes(model: nn.Module) -> list[nn.Module]:
+    """The modules whose frequencies depend on the largest of the positions that they are given."""
+
+    def types(module: nn.Module) -> set[Any]:
+        found = getattr(module, "rope_type", None)
+        return set(found.values()) if isinstance(found, Mapping) else {found}
+
+    return [module for module in model.modules() if types(module) & set(LOCAL_ROPE)]
+
+
+LAST = "_ringattn_last"  # on such a module: the largest position of the whole batch
+
+
+def _lengthen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give the module one more position, the largest of the whole batch."""
+    last = getattr(module, LAST, None)
+    if last is None:
+        return None
+    given = inspect.signature(module.forward).bind(*args, **kwargs)
+    ids = given.arguments["position_ids"]
+    given.arguments["position_ids"] = torch.cat([ids, torch.full_like(ids[..., :1], last)], dim=-1)
+    return given.args, given.kwargs
+
+
+def _shorten(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    return None if getattr(module, LAST, None) is None else tuple(x[..., :-1, :] for x in output)
+
+
 class _Hook:
     """Takes this rank's rows of the batch before `module.forward`, and cuts what is too much afterwards."""
 
-    def __init__(self, settings: _Settings, parameters: tuple[str, ...], is_outer: bool) -> None:
-        self.settings, self.parameters, self.is_outer = settings, parameters, is_outer
+    def __init__(self, state: _State, parameters: tuple[str, ...], is_outer: bool) -> None:
+        self.state, self.settings = state, state.settings
+        self.parameters, self.is_outer = parameters, is_outer
 
     @torch.compiler.disable
     def before(
@@ -247,21 +304,43 @@ class _Hook:
         if isinstance(kwargs.get("ring"), RingContext):
             return None  # the causal LM has split the batch already
         who = f"{type(module).__name__} with ringattn.hf"
-        config: Any = _decoder(module).config
+        config: Any = module.config.get_text_config(decoder=True)
         local: dict[str, Any] = {}
         labels: Tensor | None = None
         refusal: Exception | None = None
         try:
-            _check_attached(who, config)
+            check_attached(who, config)
             given = self._given(who, args, kwargs)
             self._refuse(who, given)
-            local, labels = self._local(who, given, getattr(config, "sliding_window", None))
+            facts = self._facts(who, module, config)
+            local, labels = self._local(who, given, facts, config)
         except (ValueError, NotImplementedError) as error:
             refusal = error
         share_verdict(refusal, self.settings.group, self.settings.timeout)
+        if module.training and _has_dropout(config):
+            local["ring"] = dataclasses.replace(local["ring"], seed=self._seed())
+        for rope in _local_ropes(module):
+            setattr(rope, LAST, local["ring"].last)
         if labels is not None:
             local["num_items_in_batch"] = self._items(local.get("num_items_in_batch"), labels)
         return (), local
+
+    def _facts(self, who: str, module: nn.Module, config: Any) -> Facts:
+        """What the trial found; it is made now if there were no weights before."""
+        if self.state.facts is not None:
+            return self.state.facts
+        try:
+            return self.state.learn(who, module, config, is_called=True)
+        except FloatingPointError as error:
+            raise ValueError(str(error)) from None
+
+    def _seed(self) -> int:
+        """Of this forward's dropout: the same on the ranks of the group, another on each data rank."""
+        s, seed = self.settings, int(torch.randint(2**62, (), device="cpu"))
+        if _size(s.group) > 1:
+            cards = exchange({"seed": str(seed)}, group_name(s.group), s.timeout, "ringattn.hf")
+            seed = int(cards[0]["seed"])
+        return mixed(seed, _rank(s.data_group))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """A rank without rows returns none of its one row, cut in the graph, so that it runs backward as others do."""
@@ -292,7 +371,12 @@ class _Hook:
         for name, good, why in (
             ("use_cache", False, "generation over a ring is not supported yet"),
             ("output_attentions", False, "attention weights are never formed"),
-            ("is_causal", True, "only causal attention is supported"),
+            ("is_causal", True, "what a layer sees is in its mask; set it in the config"),
+            (
+                "output_router_logits",
+                False,
+                "the auxiliary loss of experts is over the whole batch, and not supported yet",
+            ),
             ("logits_to_keep", 0, "a rank's last rows are not the last of the sequence; cut the gathered logits"),
         ):
             value = given.pop(name, good)
@@ -303,7 +387,9 @@ class _Hook:
             if name not in known:
                 raise NotImplementedError(f"{who}: {name} is {text(value)}, which is not known here; leave it out.")
 
-    def _local(self, who: str, given: dict[str, Any], window: int | None) -> tuple[dict[str, Any], Tensor | None]:
+    def _local(
+        self, who: str, given: dict[str, Any], facts: Facts, config: Any
+    ) -> tuple[dict[str, Any], Tensor | None]:
         """This rank's arguments, and the shifted labels of the whole batch if there are any; nothing is exchanged."""
         s = self.settings
         sources = [name for name in ("input_ids", "inputs_embeds") if name in given]
@@ -320,27 +406,71 @@ class _Hook:
             if got != shape and not (name == "position_ids" and got == (1, seqlen)):
                 raise ValueError(f"{who}: {name} has shape {got}; it must be that of the whole batch, {shape}.")
 
-        masks = make_masks(who, given, batch, seqlen, window)
-        layout = choose_layout(masks[None], seqlen, _size(s.group)) if s.layout == "auto" else s.layout
+        patterns = dict.fromkeys(call.pattern for call in facts.calls)
+        starts = document_starts(who, given, batch, seqlen)
+        masks = make_masks(who, given, starts, seqlen, patterns)
+        widest = masks[max(patterns, key=lambda p: (p.left is None, p.chunk is None))]
+        layout = choose_layout(widest, seqlen, _size(s.group)) if s.layout == "auto" else s.layout
         index = positions(layout, seqlen, _size(s.group), _rank(s.group)).to(source.device)
         rows = len(index)
         if rows == 0:  # models do not run on nothing
             index = torch.zeros(1, dtype=torch.int64, device=source.device)
-        ids = given.get("position_ids", torch.arange(seqlen, device=source.device)[None]).to(source.device)
+        ids = self._positions(who, given, facts, config, source).to(source.device)
         local = {name: given[name] for name in PASSED if name in given}
         local[sources[0]] = source.index_select(1, index)
         local["position_ids"] = ids.index_select(1, index)
         local["use_cache"] = False
         labels: Tensor | None = None
         if "labels" in given or "shift_labels" in given:
+            if facts.is_shifted is None:
+                raise NotImplementedError(
+                    f"{who}: labels are given, and the loss of this class does not go by shift_labels and "
+                    "num_items_in_batch; leave them out, and take the loss from the logits."
+                )
             if s.loss_scale == "caller" and "num_items_in_batch" not in given:
                 raise ValueError(f"{who}: num_items_in_batch is None; with loss_scale='caller' it must be given.")
-            labels = given["shift_labels"] if "shift_labels" in given else shift(given["labels"])
+            if "shift_labels" in given:
+                labels = given["shift_labels"]
+            else:
+                labels = shift(given["labels"]) if facts.is_shifted else given["labels"]
             mine = labels.to(source.device).index_select(1, index)
             local["labels"] = local["shift_labels"] = mine if rows else torch.full_like(mine, IGNORED)
             local["num_items_in_batch"] = given.get("num_items_in_batch")
-        local["ring"] = RingContext(s.group, layout, seqlen, rows, masks, s.backend, s.timeout, self.is_outer)
+        last = int(ids.max()) if _has_local_rope(config) else None
+        local["ring"] = RingContext(
+            s.group,
+            layout,
+            seqlen,
+            rows,
+            masks,
+            s.backend,
+            s.timeout,
+            self.is_outer,
+            places(starts, seqlen).to(source.device).index_select(1, index),
+            last=last,
+        )
         return local, labels
+
+    def _positions(self, who: str, given: dict[str, Any], facts: Facts, config: Any, source: Tensor) -> Tensor:
+        """`position_ids` of the whole batch, as the model would number its tokens if it is not told."""
+        if "position_ids" in given:
+            return given["position_ids"]
+        if facts.positions is None:
+            raise NotImplementedError(
+                f"{who}: position_ids is None, and how this class numbers tokens is not known here; give them."
+            )
+        ids = given.get("input_ids")
+        if ids is None:
+            if facts.positions == "after the pad id":
+                raise NotImplementedError(
+                    f"{who}: position_ids is None, and this class numbers tokens by input_ids, which are not given; give "
+                    "position_ids with inputs_embeds."
+                )
+            ids = torch.empty(source.shape[:2], dtype=torch.int64, device="meta")
+        mask = given.get("attention_mask", torch.ones(source.shape[:2], dtype=torch.int64)).to(source.device)
+        pad = getattr(config, "pad_token_id", None)
+        found = CONVENTIONS[facts.positions](ids, mask, 0 if pad is None else int(pad))
+        return torch.arange(ids.shape[1])[None] if found.is_meta else found
 
     def _items(self, items: Any, labels: Tensor) -> Any:
         """What the loss function divides the sum over this rank's rows by."""
