@@ -25,13 +25,10 @@ INDEX = "_ringattn_index"  # on an attention module: its number, which keeps the
 HANDLED = (
     *("position_ids", "labels", "shift_labels", "num_items_in_batch"),
     *("output_hidden_states", "return_dict"),
+    "deterministic",  # two runs of one setting give the same bits
 )
-OFF = (
-    "use_cache",
-    "output_attentions",
-    "output_router_logits",
-)  # may reach it too, and are refused unless they are False
-SAME = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # honoured by `attach`, and only there
+# These may reach it too, and are refused unless they have this value.
+OFF = {"use_cache": False, "output_attentions": False, "output_router_logits": False, "logits_to_keep": 0}
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -65,6 +62,8 @@ class RingContext:
         is_outer: the batch was split by the causal LM, not by its decoder.
         places: int64 `[B or 1, S]`, the place of each row of this rank in its document.
         seed: of this forward's dropout, or None where there is none.
+        labels: of this rank's rows, `[B, S]`, where `attach` and not the model makes the loss; else None.
+        items: what the sum of the losses is then divided by.
         last: the largest position of the whole batch, if the model's RoPE depends on it.
         seen: a list to which calls are added instead of computed: the trial of `attach`.
     """
@@ -79,6 +78,8 @@ class RingContext:
     is_outer: bool
     places: Tensor
     seed: int | None = None
+    labels: Tensor | None = None
+    items: Any = None
     last: int | None = None
     seen: list[Seen] | None = None
 
@@ -110,11 +111,12 @@ def attention(
     """
     pattern = _pattern(module, attention_mask, sliding_window, is_causal, query.shape[2])
     for name, extra in kwargs.items():
-        if extra is None or name in HANDLED or (name in OFF and extra is False):
+        if extra is None or name in HANDLED or (name == "use_cache" and ring is None):
             continue
-        if ring is None and name == "use_cache":
-            continue
-        raise _refused(module, name, extra, "False or left out" if name in OFF else "None or left out")
+        if name not in OFF:
+            raise _refused(module, name, extra, "None or left out")
+        if not isinstance(extra, bool | int) or extra != OFF[name]:
+            raise _refused(module, name, extra, f"{OFF[name]} or left out")
     options = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
     if ring is None:
         if getattr(module, ATTACHED, False):

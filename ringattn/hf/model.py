@@ -188,7 +188,7 @@ def _check_model(model: nn.Module) -> Any:
             f"{who}: layer_types has {unknown[0]!r}; only {', '.join(LAYER_TYPES)} are supported."
         )
     for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase | nn.Conv1d) or RECURRENT.search(type(module).__name__):
+        if isinstance(module, nn.RNNBase) or RECURRENT.search(type(module).__name__):
             raise NotImplementedError(
                 f"{who}: {name or 'model'} is a {type(module).__name__}, which carries something from token to token outside "
                 "of attention; only attention is split over ranks."
@@ -225,7 +225,8 @@ def _has_dropout(config: Any) -> bool:
 
 
 def _decoder(model: nn.Module) -> nn.Module:
-    return getattr(model, str(model.base_model_prefix), model)
+    base = getattr(model, str(model.base_model_prefix), None)
+    return base if isinstance(base, nn.Module) else model.get_decoder()  # type: ignore[operator]
 
 
 def _has_local_rope(config: Any) -> bool:
@@ -322,7 +323,11 @@ class _Hook:
         for rope in _local_ropes(module):
             setattr(rope, LAST, local["ring"].last)
         if labels is not None:
-            local["num_items_in_batch"] = self._items(local.get("num_items_in_batch"), labels)
+            items = self._items(local.pop("num_items_in_batch"), labels)
+            if local["ring"].labels is None:
+                local["num_items_in_batch"] = items
+            else:
+                local["ring"] = dataclasses.replace(local["ring"], items=items)
         return (), local
 
     def _facts(self, who: str, module: nn.Module, config: Any) -> Facts:
@@ -343,11 +348,16 @@ class _Hook:
         return mixed(seed, _rank(s.data_group))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """A rank without rows returns none of its one row, cut in the graph, so that it runs backward as others do."""
+        """Add the loss, where the model does not make it.
+
+        A rank without rows returns none of its one row, cut in the graph, so that it runs backward as others do.
+        """
         ring = kwargs.get("ring")
-        if not isinstance(ring, RingContext) or ring.rows or ring.is_outer != self.is_outer:
+        if not isinstance(ring, RingContext) or ring.is_outer != self.is_outer:
             return None
-        return _no_rows(output)
+        if ring.labels is not None:
+            output = _with_loss(output, ring.labels, ring.items)
+        return output if ring.rows else _no_rows(output)
 
     def _given(self, who: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments that are not None, by name."""
@@ -382,7 +392,7 @@ class _Hook:
             value = given.pop(name, good)
             if not isinstance(value, bool | int) or value != good:
                 raise NotImplementedError(f"{who}: {name} is {text(value)}; it must be {good}: {why}.")
-        known = {*READ, *PASSED} - (set() if self.is_outer else {"labels", "shift_labels"})
+        known = {*READ, *PASSED} - (set() if "labels" in self.parameters else {"labels", "shift_labels"})
         for name, value in given.items():
             if name not in known:
                 raise NotImplementedError(f"{who}: {name} is {text(value)}, which is not known here; leave it out.")
@@ -424,8 +434,8 @@ class _Hook:
         if "labels" in given or "shift_labels" in given:
             if facts.is_shifted is None:
                 raise NotImplementedError(
-                    f"{who}: labels are given, and the loss of this class does not go by shift_labels and "
-                    "num_items_in_batch; leave them out, and take the loss from the logits."
+                    f"{who}: labels are given, and the loss of this class is not the cross-entropy of its logits; leave "
+                    "them out, and take the loss from the logits."
                 )
             if s.loss_scale == "caller" and "num_items_in_batch" not in given:
                 raise ValueError(f"{who}: num_items_in_batch is None; with loss_scale='caller' it must be given.")
@@ -434,7 +444,9 @@ class _Hook:
             else:
                 labels = shift(given["labels"]) if facts.is_shifted else given["labels"]
             mine = labels.to(source.device).index_select(1, index)
-            local["labels"] = local["shift_labels"] = mine if rows else torch.full_like(mine, IGNORED)
+            mine = mine if rows else torch.full_like(mine, IGNORED)
+            if facts.is_split:
+                local["labels"] = local["shift_labels"] = mine
             local["num_items_in_batch"] = given.get("num_items_in_batch")
         last = int(ids.max()) if _has_local_rope(config) else None
         local["ring"] = RingContext(
@@ -447,6 +459,7 @@ class _Hook:
             s.timeout,
             self.is_outer,
             places(starts, seqlen).to(source.device).index_select(1, index),
+            labels=None if labels is None or facts.is_split else mine,
             last=last,
         )
         return local, labels
@@ -482,6 +495,18 @@ class _Hook:
             if s.data_group is not None:
                 dist.all_reduce(items, group=_process_group(s.data_group))
         return torch.as_tensor(items, device=labels.device).clamp(min=1) / (_size(s.group) * _size(s.data_group))
+
+
+def _with_loss(output: Any, labels: Tensor, items: Any) -> Any:
+    """`output` with the cross-entropy of its logits `[B, S, V]` in fp32, as in transformers."""
+    logits = output[0] if isinstance(output, tuple) else output.logits
+    total = nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    loss = total / items
+    if isinstance(output, tuple):
+        return (loss, *output)
+    return type(output)(loss=loss, **{name: value for name, value in output.items() if name != "loss"})
 
 
 def _no_rows(output: Any) -> Any:

@@ -55,12 +55,15 @@ class Facts:
     Attributes:
         calls: every attention call, in order.
         positions: of `CONVENTIONS`, or None: `position_ids` must be given.
-        is_shifted: labels are of the token itself and shifted by the loss; None: there is no loss that can be split.
+        is_shifted: the loss of a row is that of the next row's label, and not of its own; None: there is no loss, or
+            another one than the mean cross-entropy of the logits.
+        is_split: the model's own loss goes by `shift_labels` and `num_items_in_batch`.
     """
 
     calls: tuple[Seen, ...]
     positions: str | None
     is_shifted: bool | None
+    is_split: bool
 
 
 class _Trial:
@@ -81,7 +84,7 @@ class _Trial:
         self.pad = 0 if pad is None else int(pad)
         self.length = min([
             int(n)
-            for name in ("max_position_embeddings", "n_positions", "original_max_position_embeddings")
+            for name in ("max_position_embeddings", "n_positions", "original_max_position_embeddings", "max_target_positions")
             if (n := getattr(config, name, None))
         ] or [2048])  # fmt: skip
 
@@ -169,7 +172,7 @@ class _Trial:
                 return name
         return None
 
-    def labels(self) -> bool | None:
+    def labels(self) -> tuple[bool | None, bool]:
         ids, positions = self.places(ROWS)
         inputs = {"input_ids": ids, "position_ids": positions}
         labels = self.tokens[(torch.arange(ROWS, device=self.device) * 29 + 5) % len(self.tokens)][None].clone()
@@ -182,16 +185,21 @@ class _Trial:
             return isinstance(a, Tensor) and a.dim() == 0 and bool((a.float() - b).abs() <= 1e-3 * b.abs())
 
         try:
+            whole = self.run(**inputs, labels=labels)
+            if is_near(whole.loss, loss(whole.logits[:, :-1], labels[:, 1:], "mean")):
+                is_shifted = True
+            elif is_near(whole.loss, loss(whole.logits, labels, "mean")):
+                is_shifted = False
+            else:
+                return None, False
+        except (NotImplementedError, AttributeError):
+            return None, False
+        try:
             items = torch.tensor(LABELLED, device=self.device)
             split = self.run(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=items)
-            whole = self.run(**inputs, labels=labels)
-            if not is_near(split.loss, loss(split.logits, labels, "sum") / LABELLED):
-                return None
-            if is_near(whole.loss, loss(whole.logits[:, :-1], labels[:, 1:], "mean")):
-                return True
-            return False if is_near(whole.loss, loss(whole.logits, labels, "mean")) else None
-        except (NotImplementedError, AttributeError, RuntimeError):
-            return None
+            return is_shifted, is_near(split.loss, loss(split.logits, labels, "sum") / LABELLED)
+        except (NotImplementedError, AttributeError):
+            return is_shifted, False
 
 
 def try_out(who: str, model: nn.Module, config: Any, *, is_called: bool = False) -> Facts:
@@ -206,7 +214,7 @@ def try_out(who: str, model: nn.Module, config: Any, *, is_called: bool = False)
     with torch.no_grad(), _evaluating(model):
         trial = _Trial(who, model, config, is_called)
         calls = trial.neighbours()
-        return Facts(calls, trial.numbering(), trial.labels())
+        return Facts(calls, trial.numbering(), *trial.labels())
 
 
 @contextlib.contextmanager

@@ -1,0 +1,81 @@
+"""A sweep over model classes: none silently wrong, and the page in docs says what is so."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5")
+
+import ringattn
+from ringattn.hf import families
+from tests.sweep import WORLDS, classes, judge, kinds_on_page, quiet, sweep_all
+
+NAMED = (
+    *("CohereForCausalLM", "Cohere2ForCausalLM", "DeepseekV3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+    *("GlmForCausalLM", "GptOssForCausalLM", "GraniteForCausalLM", "Llama4ForCausalLM", "MixtralForCausalLM"),
+    *("Olmo2ForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM"),
+    *("BertForMaskedLM", "ModernBertForMaskedLM", "RobertaForMaskedLM"),
+)
+REFUSED = {
+    "BartForCausalLM": "mixes tokens outside of attention, or does not use position_ids",
+    "BloomForCausalLM": "does not run on 12 tokens",
+    "CpmAntForCausalLM": "makes no attention call",
+    "FalconForCausalLM": "its attention is of its own making",
+    "MambaForCausalLM": "layer_types has 'linear_attention'",
+    "Qwen3NextForCausalLM": "layer_types has 'linear_attention'",
+    "RwkvForCausalLM": "model is a RwkvForCausalLM, which carries something from token to token",
+    "StableLmForCausalLM": "the keyword argument ring is missing",
+}
+
+
+def test_named_families_are_right_and_others_refused() -> None:
+    found = sweep_all(2, (*NAMED, *REFUSED))
+    assert {name: found[name] for name in NAMED if found[name].kind != "right"} == {}
+    for name, words in REFUSED.items():
+        assert found[name].kind == "refused"
+        assert words in found[name].detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_no_class_is_silently_wrong(world_size: int) -> None:
+    found = sweep_all(world_size, tuple(classes()))
+    assert {name: result for name, result in found.items() if result.kind == "wrong"} == {}
+    assert {name: result.kind for name, result in found.items()} == kinds_on_page()
+
+
+def test_the_page_has_every_class_and_at_least_eighty_are_right() -> None:
+    kinds = kinds_on_page()
+    assert kinds.keys() == classes().keys()
+    assert sum(kind == "right" for kind in kinds.values()) >= 80
+    assert {name for name in NAMED if kinds[name] != "right"} == set()
+
+
+def without(**changes: Any) -> Callable[..., Any]:
+    real = ringattn.ring_attention
+    return lambda *args, **kwargs: real(*args, **{**kwargs, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("GptOssForCausalLM", {"sinks": None}),
+        ("Gemma2ForCausalLM", {"softcap": None}),
+        ("Gemma2ForCausalLM", {"softmax_scale": None}),
+        ("MistralForCausalLM", {"mask": ringattn.Causal()}),
+        ("BertForMaskedLM", {"mask": ringattn.Causal()}),
+    ],
+)
+def test_the_sweep_notices_what_is_dropped(name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with quiet():
+        assert judge(name, 0, 1).kind == "right"
+        monkeypatch.setattr(ringattn, "ring_attention", without(**changes))
+        assert judge(name, 0, 1).kind == "wrong"
+
+
+def test_the_sweep_notices_a_family_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    with quiet():
+        assert judge("Llama4ForCausalLM", 0, 1).kind == "right"
+        monkeypatch.delitem(families.QUERY_SCALES, "Llama4TextAttention")
+        assert judge("Llama4ForCausalLM", 0, 1).kind != "right"
