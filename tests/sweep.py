@@ -86,7 +86,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
 }
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
-LAYERS = {"layer_types", "mlp_layer_types", "moe_layers", "no_rope_layers", "layers_block_type", "mlp_only_layers"}
+LAYERS = {"layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type", "mlp_only_layers"}
 
 
 class Result(NamedTuple):

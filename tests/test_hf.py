@@ -129,6 +129,15 @@ def cu_seq_lens() -> Case:
     return Case({"input_ids": ids, "labels": ids, **lengths}, {**dict.fromkeys(lengths), "attention_mask": visible})
 
 
+def seq_idx() -> Case:
+    """Only `seq_idx` says where documents are, in each row for itself."""
+    ids = tokens(2, 17)
+    lengths = ((4, 1, 12), (9, 8))
+    idx = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+    visible = (idx[:, :, None] == idx[:, None, :]).tril()[:, None]
+    return Case({"input_ids": ids, "labels": ids, "seq_idx": idx}, {"seq_idx": None, "attention_mask": visible})
+
+
 def padded(*rows: tuple[int, int], seqlen: int = 17) -> Case:
     """Zeros on the left and on the right of each batch row, labels only between."""
     at = torch.arange(seqlen)
@@ -170,6 +179,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "packed by row": packed_by_row,
     "packed, a mask of ones": packed_with_ones,
     "cu_seq_lens": cu_seq_lens,
+    "seq_idx": seq_idx,
     "right padding": functools.partial(padded, (0, 5), (0, 0), (0, 16)),
     "right padding, the same": functools.partial(padded, (0, 5), (0, 5)),
     "right padding, labels everywhere": right_padded_labels_everywhere,
@@ -179,7 +189,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "shift_labels": shifted_labels,
     "inputs_embeds": embeddings,
 }
-WINDOWED_CASES = tuple(name for name in CASES if name != "cu_seq_lens")  # its dense mask has no window
+WINDOWED_CASES = tuple(n for n in CASES if n not in ("cu_seq_lens", "seq_idx"))  # their dense masks have no window
 SHORT = ("plain 2", "plain 17", "packed", "packed by row", "left padding")
 
 
@@ -369,14 +379,18 @@ def test_a_rank_without_rows_takes_part_in_backward(is_bare: bool) -> None:
         assert any(r["sums"]) == (r["rows"] == 1)
 
 
-def checkpointed(rank: int, world_size: int, family: str) -> float:
-    """The largest difference that recomputing makes in gradients."""
-    model = ring_model(family, world_size, "zigzag")
+def checkpointed(rank: int, world_size: int, family: str, is_reentrant: bool) -> float:
+    """The largest difference that recomputing makes in gradients, dropout and all."""
+    model = ring_model(family, world_size, "zigzag", attention_dropout=0.3)
     batch = packed_by_row().ring
+    model.train()
+    torch.manual_seed(7 + rank)
     model(**batch).loss.backward()
     wanted = gradients(model)
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    if is_reentrant:
+        model.enable_input_require_grads()
+    torch.manual_seed(7 + rank)
     calls = []
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
     model(**batch).loss.backward()
@@ -385,9 +399,128 @@ def checkpointed(rank: int, world_size: int, family: str) -> float:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_checkpointing_changes_nothing(family: str, world_size: int) -> None:
-    assert call(world_size, checkpointed, family) == [0.0] * world_size
+@pytest.mark.parametrize(("family", "is_reentrant"), [("llama", False), ("qwen2", False), ("llama", True)])
+def test_checkpointing_changes_nothing(family: str, is_reentrant: bool, world_size: int) -> None:
+    assert call(world_size, checkpointed, family, is_reentrant) == [0.0] * world_size
+
+
+def dropped(rank: int, world_size: int, how: str) -> list[Tensor]:
+    """The whole logits of two steps in training, with weights of attention dropped."""
+    model = make("llama", attention_dropout=0.4).train()
+    group = dist.group.WORLD if world_size > 1 else None
+    if how == "cp":
+        hf.attach(model, group)
+    else:
+        hf.attach(model, None, data_group=group)
+    torch.manual_seed(7 + rank if how == "cp" else 7)  # cp ranks may be seeded apart, and dp ranks alike
+    steps = [model(tokens(1, 17)).logits for _ in range(2)]
+    steps[0].sum().backward()
+    return [hf.gather(x.detach(), group if how == "cp" else None, "zigzag", 17) for x in steps]
+
+
+def test_dropout_is_that_of_one_process_whatever_the_ranks() -> None:
+    wanted = dropped(0, 1, "cp")
+    for found in run(2, dropped, "cp"):
+        assert max(map(error, found, wanted)) <= TIGHT
+    assert error(wanted[0], wanted[1]) > 1e-3  # a seed for each step
+    first, second = run(2, dropped, "dp")
+    assert error(first[0], wanted[0]) <= TIGHT
+    assert error(second[0], wanted[0]) > 1e-3  # and for each data rank
+
+
+def test_layers_drop_other_weights() -> None:
+    model = hf.attach(make("llama", attention_dropout=0.4), None).train()
+    seeds = []
+    real = ringattn.ring_attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ringattn, "ring_attention", lambda *a, **k: seeds.append(k.get("seed")) or real(*a, **k))
+        model(IDS)
+        model.eval()(IDS)
+    assert None not in seeds[:2]
+    assert seeds[0] != seeds[1]
+    assert seeds[2:] == [None, None]
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+def with_rope(rank: int, world_size: int, kind: str) -> list[dict[str, float]]:
+    """Errors of a long batch and then of a short one: the largest position says which frequencies are taken."""
+    changes = {"rope_parameters": ROPES[kind], "max_position_embeddings": 16}
+    model, dense = ring_model("llama", world_size, "zigzag", **changes), make("llama", "sdpa", **changes)
+    return [compare(model, dense, plain(n), rank, world_size, "zigzag") for n in (17, 9)]
+
+
+@pytest.mark.parametrize("kind", list(ROPES))
+def test_rope_goes_by_the_largest_position_of_all(kind: str) -> None:
+    for errors in (e for rank in run(2, with_rope, kind) for e in rank):
+        assert {what: value for what, value in errors.items() if not value <= 2e-6} == {}  # frequencies are fp32
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_one_process_without_attach(family: str) -> None:
+    model, dense = make(family), make(family, "sdpa")
+    for name in ("plain 17", "packed", "left padding", "both paddings"):
+        case = CASES[name]()
+        valid = torch.ones(case.ring["input_ids"].shape, dtype=torch.bool) if case.valid is None else case.valid
+        found, wanted = (m(**case.ring, use_cache=False).logits[valid] for m in (model, dense))
+        assert error(found, wanted) <= TIGHT
+        found.square().sum().backward()
+        wanted.square().sum().backward()
+        assert error(gradients(model), gradients(dense)) <= TIGHT
+    ids, options = tokens(2, 9), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    wanted = dense.generate(ids, attention_mask=mask, **options)
+    assert model.generate(ids, attention_mask=mask, **options).tolist() == wanted.tolist()
+    assert wanted.shape == (2, 17)
+    with pytest.raises(NotImplementedError, match="attention_mask has zeros between ones in batch row 0"):
+        model(IDS, attention_mask=HOLE)
+
+
+def test_check_says_what_layers_do(capsys: pytest.CaptureFixture[str]) -> None:
+    model = make("qwen2")
+    said = hf.check(model, packed().ring, world_size=2)
+    assert capsys.readouterr().out == said + "\n"
+    head, facts, names, *rows = said.splitlines()
+    assert head == "Qwen2ForCausalLM, 32 tokens, batch 2, rank 0 of 2"
+    assert facts == "positions: given; loss: of the next token"
+    assert names.split()[:2] == ["layer", "sees"]
+    first, second = (row.split() for row in rows)
+    assert (first[0], first[1]) == ("model.layers.0.self_attn", "causal")
+    assert second[1:4] == ["causal,", "window", str(WINDOW)]
+    plan = ringattn.build_plan(ringattn.Causal() & ringattn.Documents((0, 1, 3, 12, 13, 14, 32)), "zigzag", 32, 2, 0)
+    assert first[-1] == f"{plan.bytes(batch=2, kv_heads=2, head_dim=8, dtype=torch.float64):,}"
+    assert first[-2] == str(len(plan.hops))
+    assert hf.check(model, {"input_ids": IDS, "attention_mask": HOLE}).startswith("Qwen2ForCausalLM: refused: ")
+    model(IDS)  # as it was: not attached
+    hf.attach(model, None, "contiguous")
+    assert "contiguous" in hf.check(model, packed().ring)
+    model.config.layer_types = ["linear_attention"] * 2
+    assert "refused: ringattn.hf.attach: layer_types has 'linear_attention'" in hf.check(model, packed().ring)
+
+
+def test_the_trial_leaves_a_model_as_it_was_and_waits_for_weights() -> None:
+    model = make("llama").train()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.lm_head.weight.data.fill_(float("nan"))
+    random = torch.get_rng_state()
+    hf.attach(model, None)  # nothing can be told from outputs that are not finite
+    assert torch.equal(torch.get_rng_state(), random)
+    with pytest.raises(ValueError, match="outputs are not finite; load the model's weights first"):
+        model(IDS)
+    model.load_state_dict(state)
+    assert all(module.training for module in model.modules())
+    assert error(model(IDS).logits, make("llama", "sdpa")(IDS).logits) <= TIGHT
 
 
 def on_a_mesh(rank: int, world_size: int) -> float:

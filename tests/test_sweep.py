@@ -4,12 +4,27 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("transformers", minversion="5")
 
 import ringattn
+from ringattn import hf
 from ringattn.hf import families
-from tests.sweep import WORLDS, classes, judge, kinds_on_page, quiet, sweep_all
+from tests.sweep import (
+    SEQLEN,
+    WORLDS,
+    batches,
+    classes,
+    error_of,
+    judge,
+    kinds_on_page,
+    make,
+    quiet,
+    run_one,
+    sweep_all,
+)
 
 NAMED = (
     *("CohereForCausalLM", "Cohere2ForCausalLM", "DeepseekV3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
@@ -50,6 +65,20 @@ def test_the_page_has_every_class_and_at_least_eighty_are_right() -> None:
     assert kinds.keys() == classes().keys()
     assert sum(kind == "right" for kind in kinds.values()) >= 80
     assert {name for name in NAMED if kinds[name] != "right"} == set()
+
+
+def test_attention_with_sinks_and_windows_is_one_graph() -> None:
+    with quiet():
+        model = hf.attach(make("GptOssForCausalLM", "ringattn"), None)
+        batch = batches(True)["packed"]
+        wanted = run_one(model, batch, torch.arange(SEQLEN))
+        counter = CompileCounterWithBackend("aot_eager")
+        torch._dynamo.reset()
+        for layer in model.model.layers:
+            layer.self_attn.compile(backend=counter, fullgraph=True)
+        found = run_one(model, batch, torch.arange(SEQLEN))
+    assert counter.frame_count == 2  # the first layer, in which ranks compare their arguments, and the other
+    assert max(map(error_of, found, wanted)) <= 1e-12
 
 
 def without(**changes: Any) -> Callable[..., Any]:

@@ -15,11 +15,12 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import ringattn
 from ringattn.hf.attention import NAME, Group, RingContext, attention
+from ringattn.hf.check import check
 from ringattn.hf.model import attach
 from ringattn.hf.pattern import ask
 from ringattn.layout import Layout
 
-__all__ = ["RingContext", "attach", "gather"]
+__all__ = ["RingContext", "attach", "check", "gather"]
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, ask)

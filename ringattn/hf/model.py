@@ -20,7 +20,7 @@ from ringattn.hf.trial import CONVENTIONS, Facts, try_out
 from ringattn.layout import Layout, positions, resolve
 from ringattn.transport import VirtualWorld, group_name
 
-__all__ = ["attach"]
+__all__ = ["STATE", "Hook", "Settings", "State", "attach", "check_model", "mark", "size_rank"]
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
@@ -37,7 +37,7 @@ STATE = "_ringattn"  # on the model: its settings and hooks
 
 
 @dataclasses.dataclass(frozen=True)
-class _Settings:
+class Settings:
     group: Group
     layout: Layout
     loss_scale: str
@@ -102,32 +102,30 @@ def attach(
     """
     _check_group("group", group)
     _check_group("data_group", data_group)
-    config = _check_model(model)
+    config = check_model(model)
     if loss_scale not in ("fsdp", "caller"):
         raise ValueError(f"ringattn.hf.attach: loss_scale is {loss_scale!r}; it must be 'fsdp' or 'caller'.")
     if layout != "auto":
         resolve(layout)
-    settings = _Settings(group, layout, loss_scale, data_group, backend, timeout)
-    old: _State | None = getattr(model, STATE, None)
+    settings = Settings(group, layout, loss_scale, data_group, backend, timeout)
+    old: State | None = getattr(model, STATE, None)
     if old is not None:
         if old.settings == settings:
             return model
         old.remove()
-    state = _State(settings)
-    for module in model.modules():
-        setattr(module, ATTACHED, True)
+    state = State(settings)
+    mark(model, True)
     if not any(p.is_meta for p in model.parameters()):
         try:
             state.learn("ringattn.hf.attach", model, config)
         except FloatingPointError:  # weights that are still to be loaded
             pass
         except Exception:
-            for module in model.modules():
-                setattr(module, ATTACHED, False)
+            mark(model, False)
             raise
     decoder = _decoder(model)
     for module in (model,) if decoder is model else (model, decoder):
-        hook = _Hook(state, _parameters(module), is_outer=module is not decoder)
+        hook = Hook(state, module, is_outer=module is not decoder)
         state.handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
         state.handles.append(module.register_forward_hook(hook.after, with_kwargs=True))
     for rope in _local_ropes(model):
@@ -137,10 +135,10 @@ def attach(
     return model
 
 
-class _State:
+class State:
     """What `attach` leaves on a model."""
 
-    def __init__(self, settings: _Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.handles: list[Any] = []
         self.facts: Facts | None = None
@@ -158,6 +156,11 @@ class _State:
             handle.remove()
 
 
+def mark(model: nn.Module, is_attached: bool) -> None:
+    for module in model.modules():
+        setattr(module, ATTACHED, is_attached)
+
+
 def _check_group(name: str, group: object) -> None:
     """Refuse what is no group of processes."""
     who = "ringattn.hf.attach"
@@ -171,7 +174,7 @@ def _check_group(name: str, group: object) -> None:
         )
 
 
-def _check_model(model: nn.Module) -> Any:
+def check_model(model: nn.Module) -> Any:
     """Refuse what would run and be wrong; the config of the text model."""
     who = "ringattn.hf.attach"
     if not isinstance(model, PreTrainedModel):
@@ -254,6 +257,10 @@ def _size(group: Group) -> int:
     return 1 if group is None else dist.get_world_size(_process_group(group))
 
 
+def size_rank(group: Group) -> tuple[int, int]:
+    return _size(group), _rank(group)
+
+
 def _rank(group: Group) -> int:
     return 0 if group is None else dist.get_rank(_process_group(group))
 
@@ -286,12 +293,12 @@ def _shorten(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     return None if getattr(module, LAST, None) is None else tuple(x[..., :-1, :] for x in output)
 
 
-class _Hook:
+class Hook:
     """Takes this rank's rows of the batch before `module.forward`, and cuts what is too much afterwards."""
 
-    def __init__(self, state: _State, parameters: tuple[str, ...], is_outer: bool) -> None:
+    def __init__(self, state: State, module: nn.Module, is_outer: bool) -> None:
         self.state, self.settings = state, state.settings
-        self.parameters, self.is_outer = parameters, is_outer
+        self.parameters, self.is_outer = _parameters(module), is_outer
 
     @torch.compiler.disable
     def before(
@@ -311,10 +318,8 @@ class _Hook:
         refusal: Exception | None = None
         try:
             check_attached(who, config)
-            given = self._given(who, args, kwargs)
-            self._refuse(who, given)
-            facts = self._facts(who, module, config)
-            local, labels = self._local(who, given, facts, config)
+            given = self.given(who, args, kwargs)
+            local, labels = self.local(who, given, self._facts(who, module, config), config)
         except (ValueError, NotImplementedError) as error:
             refusal = error
         share_verdict(refusal, self.settings.group, self.settings.timeout)
@@ -359,8 +364,8 @@ class _Hook:
             output = _with_loss(output, ring.labels, ring.items)
         return output if ring.rows else _no_rows(output)
 
-    def _given(self, who: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments that are not None, by name."""
+    def given(self, who: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments that are not None, by name, those apart that have only one value."""
         if len(args) > len(self.parameters):
             raise ValueError(
                 f"{who}: arguments by position are {len(args)}; they must be at most {len(self.parameters)}: "
@@ -369,7 +374,9 @@ class _Hook:
         by_position = dict(zip(self.parameters, args, strict=False))
         if twice := [name for name in by_position if name in kwargs]:
             raise ValueError(f"{who}: {twice[0]} is given by position and by name; it must be given once.")
-        return {name: value for name, value in {**by_position, **kwargs}.items() if value is not None}
+        found = {name: value for name, value in {**by_position, **kwargs}.items() if value is not None}
+        self._refuse(who, found)
+        return found
 
     def _refuse(self, who: str, given: dict[str, Any]) -> None:
         """Raise at what is not honoured, and take out of `given` what then has only one value."""
@@ -397,9 +404,7 @@ class _Hook:
             if name not in known:
                 raise NotImplementedError(f"{who}: {name} is {text(value)}, which is not known here; leave it out.")
 
-    def _local(
-        self, who: str, given: dict[str, Any], facts: Facts, config: Any
-    ) -> tuple[dict[str, Any], Tensor | None]:
+    def local(self, who: str, given: dict[str, Any], facts: Facts, config: Any) -> tuple[dict[str, Any], Tensor | None]:
         """This rank's arguments, and the shifted labels of the whole batch if there are any; nothing is exchanged."""
         s = self.settings
         sources = [name for name in ("input_ids", "inputs_embeds") if name in given]
