@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn
 from tests.processes import run
+from tests.sweep import make as tiny
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -567,6 +568,48 @@ def test_the_mean_over_data_ranks_is_one_process(how: str) -> None:
     assert sum(mine for mine, _ in results) / 3 == pytest.approx(results[0][1], rel=LOSS)
 
 
+def balanced_experts(rank: int, world_size: int, name: str, how: str) -> dict[str, float]:
+    """Errors of the loss of a mixture of experts, of its auxiliary part and of gradients."""
+    dense, model = (tiny(name, implementation) for implementation in ("eager", "ringattn"))
+    for m in (dense, model):
+        m.config.output_router_logits = True
+        m.config.router_aux_loss_coef = m.router_aux_loss_coef = 1.0
+    batch = plain(1).ring if how == "short" else padded((0, 0), (0, 4), (0, 1)).ring
+    if how == "short":  # no token has a label, and so the auxiliary part is all there is
+        batch.pop("labels")
+    mine = {key: value[rank : rank + 1] for key, value in batch.items()} if how == "dp" else batch
+    hf.attach(model, *((None, "zigzag") if how == "dp" else (dist.group.WORLD,)), data_group=DATA[how]())
+    wanted, found = dense(**batch), model(**mine)
+    losses = [x.aux_loss if how == "short" else x.loss for x in (wanted, found)]
+    for loss in losses:
+        loss.backward()
+    sums = torch.stack([losses[1].detach().double(), found.aux_loss.detach().double()])
+    dist.all_reduce(sums)
+    return {
+        "loss": error(sums[0] / world_size, losses[0]),
+        "auxiliary": error(sums[1] / world_size, wanted.aux_loss),
+        "gradients": error(gradients(model, world_size) / world_size, gradients(dense)),
+    }
+
+
+DATA: dict[str, Callable[[], Any]] = {"cp": lambda: None, "short": lambda: None, "dp": lambda: dist.group.WORLD}
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "world_size"),
+    [
+        ("MixtralForCausalLM", "cp", 2),
+        ("Qwen3MoeForCausalLM", "cp", 3),
+        ("GptOssForCausalLM", "cp", 2),
+        ("MixtralForCausalLM", "dp", 3),
+        ("MixtralForCausalLM", "short", 3),
+    ],
+)
+def test_the_auxiliary_loss_of_experts_is_that_of_one_process(name: str, how: str, world_size: int) -> None:
+    for errors in run(world_size, balanced_experts, name, how):
+        assert {what: value for what, value in errors.items() if not value <= LOSS} == {}
+
+
 def refused_on_rank_0(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[str, str, dict[str, float]]:
     """How a batch ends that only rank 0 refuses, and the errors of the next."""
     model = ring_model("llama", world_size, "zigzag")
@@ -640,11 +683,6 @@ def test_packings_make_no_new_graphs() -> None:
     [
         (ValueError, {"_attn_implementation": "sdpa"}, ["'sdpa'", "set_attn_implementation('ringattn')"]),
         (NotImplementedError, {"layer_types": ["linear_attention"]}, ["layer_types has 'linear_attention'; only"]),
-        (
-            NotImplementedError,
-            {"output_router_logits": True},
-            ["config.output_router_logits is True", "Set it to False"],
-        ),
     ],
 )
 def test_attach_refuses_models(kind: type[Exception], changes: dict[str, Any], words: list[str]) -> None:
@@ -685,7 +723,11 @@ HOLE = torch.tensor([[1, 1, 0, 1, 0, 0]])
         (NotImplementedError, {"use_cache": True}, ["use_cache is True; it must be False"]),
         (NotImplementedError, {"output_attentions": True}, ["output_attentions is True; it must be False"]),
         (NotImplementedError, {"is_causal": False}, ["is_causal is False; it must be True"]),
-        (NotImplementedError, {"output_router_logits": True}, ["output_router_logits is True; it must be False"]),
+        (
+            NotImplementedError,
+            {"output_router_logits": True},
+            ["output_router_logits is True, and no auxiliary loss is known"],
+        ),
         (NotImplementedError, {"logits_to_keep": 1}, ["logits_to_keep is 1; it must be 0"]),
         (NotImplementedError, {"logits_to_keep": ONES}, ["logits_to_keep is a tensor of shape (1, 6)"]),
         (NotImplementedError, {"token_type_ids": ONES}, ["token_type_ids is a tensor of shape (1, 6)", "leave it out"]),
@@ -726,7 +768,7 @@ def test_a_changed_config_is_refused() -> None:
         model.set_attn_implementation("ringattn")
         assert torch.equal(model(IDS).logits, wanted)
     model.config.output_router_logits = True
-    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM with ringattn.hf: config.output_router_logits is"):
+    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM with ringattn.hf: output_router_logits is True"):
         model(IDS)
 
 

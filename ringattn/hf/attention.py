@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringattn
 from ringattn.hf.families import QUERY_SCALES
+from ringattn.hf.loss import LossParts
 from ringattn.hf.pattern import Asked, Pattern, one_process
 from ringattn.layout import Layout
 from ringattn.masks import Mask
@@ -24,11 +25,11 @@ INDEX = "_ringattn_index"  # on an attention module: its number, which keeps the
 # Keyword arguments that reach an attention call and that the pre-hook has dealt with for the whole batch.
 HANDLED = (
     *("position_ids", "labels", "shift_labels", "num_items_in_batch"),
-    *("output_hidden_states", "return_dict"),
+    *("output_hidden_states", "output_router_logits", "return_dict"),
     "deterministic",  # two runs of one setting give the same bits
 )
 # These may reach it too, and are refused unless they have this value.
-OFF = {"use_cache": False, "output_attentions": False, "output_router_logits": False, "logits_to_keep": 0}
+OFF = {"use_cache": False, "output_attentions": False, "logits_to_keep": 0}
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -62,8 +63,7 @@ class RingContext:
         is_outer: the batch was split by the causal LM, not by its decoder.
         places: int64 `[B or 1, S]`, the place of each row of this rank in its document.
         seed: of this forward's dropout, or None where there is none.
-        labels: of this rank's rows, `[B, S]`, where `attach` and not the model makes the loss; else None.
-        items: what the sum of the losses is then divided by.
+        loss: where `attach` and not the model makes the loss, what it is made of; else None.
         last: the largest position of the whole batch, if the model's RoPE depends on it.
         seen: a list to which calls are added instead of computed: the trial of `attach`.
     """
@@ -78,8 +78,7 @@ class RingContext:
     is_outer: bool
     places: Tensor
     seed: int | None = None
-    labels: Tensor | None = None
-    items: Any = None
+    loss: LossParts | None = None
     last: int | None = None
     seen: list[Seen] | None = None
 

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.hf.attention import text
+from ringattn.hf.loss import IGNORED
 from ringattn.hf.pattern import Pattern, chunk_starts, documents, padding
 from ringattn.masks import Causal, Full, Mask, Window
 
-__all__ = ["IGNORED", "document_starts", "make_masks", "places", "shift"]
-
-IGNORED = -100  # the label of a row without loss, in transformers
+__all__ = ["document_starts", "make_masks", "places", "shift"]
 
 
 def shift(labels: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from ringattn.balance import choose_layout
 from ringattn.handshake import exchange, share_verdict
 from ringattn.hf.attention import ATTACHED, FIRST, INDEX, NAME, Group, RingContext, mixed, text
-from ringattn.hf.batch import IGNORED, document_starts, make_masks, places, shift
+from ringattn.hf.batch import document_starts, make_masks, places, shift
 from ringattn.hf.families import RECURRENT
+from ringattn.hf.loss import IGNORED, LossParts, with_loss
 from ringattn.hf.trial import CONVENTIONS, Facts, try_out
 from ringattn.layout import Layout, positions, resolve
 from ringattn.transport import VirtualWorld, group_name
@@ -31,7 +32,7 @@ READ = (
     *("input_ids", "inputs_embeds", "labels", "shift_labels", "num_items_in_batch", "position_ids", "attention_mask"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
 )
-PASSED = ("output_hidden_states", "return_dict")
+PASSED = ("output_hidden_states", "output_router_logits", "return_dict")
 
 STATE = "_ringattn"  # on the model: its settings and hooks
 
@@ -211,11 +212,6 @@ def check_attached(who: str, config: Any) -> None:
             f"{who}: the model's attn_implementation is {used!r}; it must be {NAME!r} while the model is attached. Load "
             f"the model with attn_implementation={NAME!r}, or call model.set_attn_implementation({NAME!r})."
         )
-    if getattr(config, "output_router_logits", False):
-        raise NotImplementedError(
-            f"{who}: config.output_router_logits is True; the auxiliary loss of experts is over the whole batch, which is "
-            "not supported yet. Set it to False."
-        )
 
 
 def _has_dropout(config: Any) -> bool:
@@ -329,10 +325,11 @@ class Hook:
             setattr(rope, LAST, local["ring"].last)
         if labels is not None:
             items = self._items(local.pop("num_items_in_batch"), labels)
-            if local["ring"].labels is None:
+            if local["ring"].loss is None:
                 local["num_items_in_batch"] = items
             else:
-                local["ring"] = dataclasses.replace(local["ring"], items=items)
+                parts = dataclasses.replace(local["ring"].loss, items=items)
+                local["ring"] = dataclasses.replace(local["ring"], loss=parts)
         return (), local
 
     def _facts(self, who: str, module: nn.Module, config: Any) -> Facts:
@@ -360,8 +357,8 @@ class Hook:
         ring = kwargs.get("ring")
         if not isinstance(ring, RingContext) or ring.is_outer != self.is_outer:
             return None
-        if ring.labels is not None:
-            output = _with_loss(output, ring.labels, ring.items)
+        if ring.loss is not None:
+            output = with_loss(output, ring.loss)
         return output if ring.rows else _no_rows(output)
 
     def given(self, who: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -389,11 +386,6 @@ class Hook:
             ("use_cache", False, "generation over a ring is not supported yet"),
             ("output_attentions", False, "attention weights are never formed"),
             ("is_causal", True, "what a layer sees is in its mask; set it in the config"),
-            (
-                "output_router_logits",
-                False,
-                "the auxiliary loss of experts is over the whole batch, and not supported yet",
-            ),
             ("logits_to_keep", 0, "a rank's last rows are not the last of the sequence; cut the gathered logits"),
         ):
             value = given.pop(name, good)
@@ -435,7 +427,11 @@ class Hook:
         local[sources[0]] = source.index_select(1, index)
         local["position_ids"] = ids.index_select(1, index)
         local["use_cache"] = False
+        has_experts = self._has_experts(who, given, facts, config)
+        if has_experts:
+            local["output_router_logits"] = True
         labels: Tensor | None = None
+        mine: Tensor | None = None
         if "labels" in given or "shift_labels" in given:
             if facts.is_shifted is None:
                 raise NotImplementedError(
@@ -450,7 +446,7 @@ class Hook:
                 labels = shift(given["labels"]) if facts.is_shifted else given["labels"]
             mine = labels.to(source.device).index_select(1, index)
             mine = mine if rows else torch.full_like(mine, IGNORED)
-            if facts.is_split:
+            if facts.is_split and not has_experts:
                 local["labels"] = local["shift_labels"] = mine
             local["num_items_in_batch"] = given.get("num_items_in_batch")
         last = int(ids.max()) if _has_local_rope(config) else None
@@ -464,10 +460,41 @@ class Hook:
             s.timeout,
             self.is_outer,
             places(starts, seqlen).to(source.device).index_select(1, index),
-            labels=None if labels is None or facts.is_split else mine,
+            loss=self._parts(mine, facts, given, index, rows, has_experts)
+            if has_experts or (mine is not None and not facts.is_split)
+            else None,
             last=last,
         )
         return local, labels
+
+    def _has_experts(self, who: str, given: dict[str, Any], facts: Facts, config: Any) -> bool:
+        """Whether the loss holds the auxiliary loss of experts."""
+        default = bool(getattr(config, "output_router_logits", False))
+        if "labels" not in self.parameters or not given.get("output_router_logits", default):
+            return False
+        if facts.experts is None:
+            raise NotImplementedError(
+                f"{who}: output_router_logits is True, and no auxiliary loss is known for this class; it must be False."
+            )
+        if given.get("return_dict") is False:
+            raise NotImplementedError(f"{who}: return_dict is False with output_router_logits; it must be True.")
+        return True
+
+    def _parts(
+        self, labels: Tensor | None, facts: Facts, given: dict[str, Any], index: Tensor, rows: int, has_experts: bool
+    ) -> LossParts:
+        s, source = self.settings, given.get("input_ids", given.get("inputs_embeds"))
+        valid = given.get("attention_mask", torch.ones(source.shape[:2], dtype=torch.int64)).to(source.device)
+        valid = valid.index_select(1, index).bool() & (rows > 0)
+        groups = [group for group in (s.group, s.data_group) if group is not None]
+
+        def reduce(x: Tensor) -> Tensor:
+            for group in groups:
+                dist.all_reduce(x, group=_process_group(group))
+            return x
+
+        ranks = _size(s.group) * _size(s.data_group)
+        return LossParts(labels, None, facts.experts if has_experts else None, valid, ranks, reduce)
 
     def _positions(self, who: str, given: dict[str, Any], facts: Facts, config: Any, source: Tensor) -> Tensor:
         """`position_ids` of the whole batch, as the model would number its tokens if it is not told."""
@@ -500,18 +527,6 @@ class Hook:
             if s.data_group is not None:
                 dist.all_reduce(items, group=_process_group(s.data_group))
         return torch.as_tensor(items, device=labels.device).clamp(min=1) / (_size(s.group) * _size(s.data_group))
-
-
-def _with_loss(output: Any, labels: Tensor, items: Any) -> Any:
-    """`output` with the cross-entropy of its logits `[B, S, V]` in fp32, as in transformers."""
-    logits = output[0] if isinstance(output, tuple) else output.logits
-    total = nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    loss = total / items
-    if isinstance(output, tuple):
-        return (loss, *output)
-    return type(output)(loss=loss, **{name: value for name, value in output.items() if name != "loss"})
 
 
 def _no_rows(output: Any) -> Any:

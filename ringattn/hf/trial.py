@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.hf.attention import NAME, RingContext, Seen
+from ringattn.hf.loss import IGNORED, Experts, balance, balance_sums, cross_entropy
 
 __all__ = ["CONVENTIONS", "Facts", "try_out"]
 
@@ -58,12 +59,14 @@ class Facts:
         is_shifted: the loss of a row is that of the next row's label, and not of its own; None: there is no loss, or
             another one than the mean cross-entropy of the logits.
         is_split: the model's own loss goes by `shift_labels` and `num_items_in_batch`.
+        experts: the auxiliary loss that is added to it if `output_router_logits` is set; None: none that is known here.
     """
 
     calls: tuple[Seen, ...]
     positions: str | None
     is_shifted: bool | None
     is_split: bool
+    experts: Experts | None
 
 
 class _Trial:
@@ -172,23 +175,22 @@ class _Trial:
                 return name
         return None
 
-    def labels(self) -> tuple[bool | None, bool]:
+    def labelled(self) -> tuple[dict[str, Any], Tensor]:
         ids, positions = self.places(ROWS)
-        inputs = {"input_ids": ids, "position_ids": positions}
         labels = self.tokens[(torch.arange(ROWS, device=self.device) * 29 + 5) % len(self.tokens)][None].clone()
-        labels[0, 3] = -100
+        labels[0, 3] = IGNORED
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
+        if getattr(self.config, "output_router_logits", False):  # adds to the loss
+            inputs["output_router_logits"] = False
+        return inputs, labels
 
-        def loss(rows: Tensor, labels: Tensor, reduction: str) -> Tensor:
-            return nn.functional.cross_entropy(rows[0].float(), labels[0], ignore_index=-100, reduction=reduction)
-
-        def is_near(a: Any, b: Tensor) -> bool:
-            return isinstance(a, Tensor) and a.dim() == 0 and bool((a.float() - b).abs() <= 1e-3 * b.abs())
-
+    def labels(self) -> tuple[bool | None, bool]:
+        inputs, labels = self.labelled()
         try:
             whole = self.run(**inputs, labels=labels)
-            if is_near(whole.loss, loss(whole.logits[:, :-1], labels[:, 1:], "mean")):
+            if _is_near(whole.loss, cross_entropy(whole.logits[:, :-1], labels[:, 1:], "mean")):
                 is_shifted = True
-            elif is_near(whole.loss, loss(whole.logits, labels, "mean")):
+            elif _is_near(whole.loss, cross_entropy(whole.logits, labels, "mean")):
                 is_shifted = False
             else:
                 return None, False
@@ -197,9 +199,30 @@ class _Trial:
         try:
             items = torch.tensor(LABELLED, device=self.device)
             split = self.run(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=items)
-            return is_shifted, is_near(split.loss, loss(split.logits, labels, "sum") / LABELLED)
+            return is_shifted, _is_near(split.loss, cross_entropy(split.logits, labels) / LABELLED)
         except (NotImplementedError, AttributeError):
             return is_shifted, False
+
+    def experts(self) -> Experts | None:
+        coefficient = getattr(self.config, "router_aux_loss_coef", None)
+        counts = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k")
+        top_k = next((int(k) for name in counts if (k := getattr(self.config, name, None))), None)
+        if coefficient is None or top_k is None:
+            return None
+        inputs, labels = self.labelled()
+        try:
+            plain = self.run(**inputs, labels=labels)
+            out = self.run(**{**inputs, "output_router_logits": True}, labels=labels)
+            own = balance(*balance_sums(out.router_logits, top_k, torch.ones_like(labels)))
+        except (NotImplementedError, AttributeError, TypeError, RuntimeError):
+            return None
+        if not (_is_near(out.aux_loss, own) and _is_near(out.loss, plain.loss + coefficient * own)):
+            return None
+        return Experts(float(coefficient), top_k)
+
+
+def _is_near(a: Any, b: Tensor) -> bool:
+    return isinstance(a, Tensor) and a.dim() == 0 and bool((a.float() - b.float()).abs() <= 1e-3 * b.float().abs())
 
 
 def try_out(who: str, model: nn.Module, config: Any, *, is_called: bool = False) -> Facts:
@@ -214,7 +237,7 @@ def try_out(who: str, model: nn.Module, config: Any, *, is_called: bool = False)
     with torch.no_grad(), _evaluating(model):
         trial = _Trial(who, model, config, is_called)
         calls = trial.neighbours()
-        return Facts(calls, trial.numbering(), *trial.labels())
+        return Facts(calls, trial.numbering(), *trial.labels(), trial.experts())
 
 
 @contextlib.contextmanager
