@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import ringattn
 from tests.processes import run
@@ -486,6 +488,29 @@ def test_one_process_without_attach(family: str) -> None:
     assert wanted.shape == (2, 17)
     with pytest.raises(NotImplementedError, match="attention_mask has zeros between ones in batch row 0"):
         model(IDS, attention_mask=HOLE)
+
+
+def sharded_before_weights(rank: int, world_size: int) -> list[float]:
+    """Errors of two batches of a model that had no weights when it was attached, and then was sharded by FSDP."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = make("llama").to("meta")
+    hf.attach(model, mesh)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh)
+    model.to_empty(device="cpu")
+    dense = make("llama", "sdpa")
+    state = dict(dense.named_buffers()) | dense.state_dict()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(distribute_tensor(state[name], mesh, p.placements))
+        for name, buffer in model.named_buffers():
+            buffer.copy_(state[name])
+    found = [hf.gather(model(tokens(1, n)).logits.detach(), mesh, "zigzag", n) for n in (17, 9)]
+    return [error(x, dense(tokens(1, n)).logits) for x, n in zip(found, (17, 9), strict=True)]
+
+
+def test_the_trial_waits_for_weights_under_fsdp() -> None:
+    assert max(max(errors) for errors in run(2, sharded_before_weights)) <= TIGHT
 
 
 def test_check_says_what_layers_do(capsys: pytest.CaptureFixture[str]) -> None:

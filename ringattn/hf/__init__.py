@@ -1,7 +1,9 @@
 """Ring attention in the models of Hugging Face transformers.
 
-Importing this package registers the attention and the mask function under the name "ringattn"; `attach` makes a model
-take the whole batch on every rank of a group, compute on this rank's rows, and return this rank's rows.
+Importing this package registers the attention and the mask function under the name "ringattn". A model loaded with
+`attn_implementation="ringattn"` has plain attention in one process, with a cache too. `attach` makes it take the whole
+batch on every rank of a group, compute on this rank's rows, and return this rank's rows; `check` says what each layer
+does, or why it is refused.
 
 Nothing is patched and nothing is global: a forward pre-hook makes all that needs the whole sequence (positions,
 documents, padding, shifted labels) before it takes this rank's rows, and hands what attention needs to every layer as

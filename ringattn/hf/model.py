@@ -61,13 +61,18 @@ def attach(
 
     Afterwards every rank of `group` calls the model with the same whole batch, and gets its own rows: `logits`,
     `last_hidden_state` and each of `hidden_states` are `[B, S, ...]` with the S rows that `layout` gives to the rank;
-    `gather` makes them whole. Documents are where `position_ids` restarts (or, at batch 1, `cu_seq_lens_q`); an
-    `attention_mask` may pad on the left and on the right. With labels, the loss of a rank is
+    `gather` makes them whole. Documents are where `position_ids` restarts, where `seq_idx` changes, or, at batch 1, by
+    `cu_seq_lens_q`; an `attention_mask` may pad on the left and on the right. `check` says what each layer does with a
+    batch. With labels, the loss of a rank is
 
         ranks * (sum of its rows' losses) / (labelled tokens of the whole batch)
 
     where `ranks` is the size of `group` times that of `data_group`. So the mean over ranks, which is what FSDP and DDP
-    take of gradients, is the loss of one process with all batches. A rank without labelled tokens has loss 0.
+    take of gradients, is the loss of one process with all batches. A rank without labelled tokens has loss 0. The auxiliary
+    loss of experts (`output_router_logits`) is that of all batches likewise. Where a class's own loss does not go by
+    `shift_labels`, and is the cross-entropy of its logits, it is made here. Attention dropout, in training, drops the
+    weights that one process would drop with the same seed; one is drawn in each forward from torch's CPU generator on
+    the first rank of `group`, and mixed with the layer and the rank in `data_group`.
 
     Calling it twice with the same settings does nothing; with others, it replaces them. Arguments of the model that one
     rank of `group` refuses raise the same error on every rank of `group`.
@@ -534,7 +539,7 @@ def _no_rows(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output[:, :0] if output.dim() > 1 else output
     if isinstance(output, dict):
-        for name, value in output.items():
-            output[name] = _no_rows(value)
+        for name, value in output.items():  # routers have the rows of all the batch in the first dim
+            output[name] = tuple(x[:0] for x in value) if name == "router_logits" and value else _no_rows(value)
         return output
     return type(output)(map(_no_rows, output)) if isinstance(output, tuple | list) else output
