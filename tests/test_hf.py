@@ -535,6 +535,28 @@ def test_check_says_what_layers_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert "refused: ringattn.hf.attach: layer_types has 'linear_attention'" in hf.check(model, packed().ring)
 
 
+def test_what_only_ranks_cannot_do_is_refused_for_them_alone() -> None:
+    batch = {"input_ids": IDS}
+    for name, value, words in (
+        ("decoder_layerdrop", 0.1, "config.decoder_layerdrop is 0.1; ranks would leave out layers"),
+        ("rope_parameters", {"rope_type": "dynamic"}, "rope type 'dynamic' depends on the largest position"),
+    ):
+        model = make("llama")
+        setattr(model.config, name, value)  # after the model was made: its rotary module knows nothing of it
+        hf.attach(model, None)(**batch)
+        assert words in hf.check(model, batch, world_size=2)
+
+
+def test_a_model_stays_attached_where_it_cannot_be_attached_anew() -> None:
+    model = hf.attach(make("llama"), None)
+    wanted = model(IDS).logits
+    model.config.layer_types = ["linear_attention"] * 2
+    with pytest.raises(NotImplementedError, match="layer_types has 'linear_attention'"):
+        hf.attach(model, None, "contiguous")
+    assert hooks(model) == 4
+    assert torch.equal(model(IDS).logits, wanted)
+
+
 def test_the_trial_leaves_a_model_as_it_was_and_waits_for_weights() -> None:
     model = make("llama").train()
     state = {name: value.clone() for name, value in model.state_dict().items()}

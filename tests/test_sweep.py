@@ -34,12 +34,9 @@ NAMED = (
 )
 REFUSED = {
     "BartForCausalLM": "mixes tokens outside of attention, or does not use position_ids",
-    "BloomForCausalLM": "does not run on 12 tokens",
     "CpmAntForCausalLM": "makes no attention call",
     "FalconForCausalLM": "its attention is of its own making",
     "MambaForCausalLM": "layer_types has 'linear_attention'",
-    "Qwen3NextForCausalLM": "layer_types has 'linear_attention'",
-    "RwkvForCausalLM": "model is a RwkvForCausalLM, which carries something from token to token",
     "StableLmForCausalLM": "the keyword argument ring is missing",
 }
 

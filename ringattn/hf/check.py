@@ -39,13 +39,14 @@ def check(
             that the model is attached with, else "zigzag" and "auto".
 
     Example:
+        >>> import torch
         >>> from transformers import MistralConfig, MistralForCausalLM
         >>> config = MistralConfig(
         ...     vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
         ...     num_key_value_heads=1, sliding_window=4
         ... )
         >>> model = MistralForCausalLM._from_config(config, attn_implementation="ringattn")
-        >>> print(check(model, {"input_ids": torch.zeros(1, 16, dtype=torch.long)}, world_size=2).splitlines()[0])
+        >>> text = check(model, {"input_ids": torch.zeros(1, 16, dtype=torch.long)}, world_size=2)
         MistralForCausalLM, 16 tokens, batch 1, rank 0 of 2
         ...
     """
@@ -69,7 +70,7 @@ def _lines(
     rank = rank if world_size == size else 0
     who = f"{type(model).__name__} with ringattn.hf"
     try:
-        config = check_model(model)
+        config = check_model(model, world_size)
         mark(model, True)
         facts = state.facts or state.learn(who, model, config)
         hook = Hook(state, model, is_outer=True)

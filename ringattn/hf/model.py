@@ -108,17 +108,15 @@ def attach(
     """
     _check_group("group", group)
     _check_group("data_group", data_group)
-    config = check_model(model)
+    config = check_model(model, _size(group))
     if loss_scale not in ("fsdp", "caller"):
         raise ValueError(f"ringattn.hf.attach: loss_scale is {loss_scale!r}; it must be 'fsdp' or 'caller'.")
     if layout != "auto":
         resolve(layout)
     settings = Settings(group, layout, loss_scale, data_group, backend, timeout)
     old: State | None = getattr(model, STATE, None)
-    if old is not None:
-        if old.settings == settings:
-            return model
-        old.remove()
+    if old is not None and old.settings == settings:
+        return model
     state = State(settings)
     mark(model, True)
     if not any(p.is_meta for p in model.parameters()):
@@ -127,8 +125,10 @@ def attach(
         except FloatingPointError:  # weights that are still to be loaded
             pass
         except Exception:
-            mark(model, False)
+            mark(model, old is not None)
             raise
+    if old is not None:
+        old.remove()
     decoder = _decoder(model)
     for module in (model,) if decoder is model else (model, decoder):
         hook = Hook(state, module, is_outer=module is not decoder)
@@ -180,7 +180,7 @@ def _check_group(name: str, group: object) -> None:
         )
 
 
-def check_model(model: nn.Module) -> Any:
+def check_model(model: nn.Module, world_size: int) -> Any:
     """Refuse what would run and be wrong; the config of the text model."""
     who = "ringattn.hf.attach"
     if not isinstance(model, PreTrainedModel):
@@ -196,13 +196,19 @@ def check_model(model: nn.Module) -> Any:
         raise NotImplementedError(
             f"{who}: layer_types has {unknown[0]!r}; only {', '.join(LAYER_TYPES)} are supported."
         )
+    for name, value in vars(config).items():
+        if "layerdrop" in name and value and world_size > 1:
+            raise NotImplementedError(
+                f"{who}: config.{name} is {value}; ranks would leave out layers of their own choice, and wait for each other. "
+                "Set it to 0.0."
+            )
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase) or RECURRENT.search(type(module).__name__):
             raise NotImplementedError(
                 f"{who}: {name or 'model'} is a {type(module).__name__}, which carries something from token to token outside "
                 "of attention; only attention is split over ranks."
             )
-    if (rope := sorted(_rope_types(config) & set(LOCAL_ROPE))) and not _local_ropes(model):
+    if world_size > 1 and (rope := sorted(_rope_types(config) & set(LOCAL_ROPE))) and not _local_ropes(model):
         raise NotImplementedError(
             f"{who}: rope type {rope[0]!r} depends on the largest position, and {type(model).__name__} has no module that "
             "could be told; use another rope type (default, linear, llama3, yarn)."
