@@ -485,7 +485,8 @@ class Hook:
             return False
         if facts.experts is None:
             raise NotImplementedError(
-                f"{who}: output_router_logits is True, and no auxiliary loss is known for this class; it must be False."
+                f"{who}: output_router_logits is True, and no auxiliary loss is known: it must be False, or set in the config "
+                "before attach, of a class that balances experts as the Switch Transformer does."
             )
         if given.get("return_dict") is False:
             raise NotImplementedError(f"{who}: return_dict is False with output_router_logits; it must be True.")

@@ -204,6 +204,10 @@ class _Trial:
             return is_shifted, False
 
     def experts(self) -> Experts | None:
+        if not getattr(
+            self.config, "output_router_logits", False
+        ):  # asking leaves hooks that torch.compile cannot trace
+            return None
         coefficient = getattr(self.config, "router_aux_loss_coef", None)
         counts = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k")
         top_k = next((int(k) for name in counts if (k := getattr(self.config, name, None))), None)
