@@ -1,5 +1,6 @@
 """Ranks that die or freeze and links that are cut or slow, with real processes: an error in time on every survivor, no hang, no wrong number."""
 
+import contextlib
 import ctypes
 import datetime
 import os
@@ -89,13 +90,14 @@ def fail_while_posted(rank, world_size, path):
     q = torch.randn(1, 8, 2, 8)
     ra.ring_attention(q, q, q, mask=ra.Full(), group=group, timeout=TIMEOUT_S)
 
-    def fail(self, what, offset):
+    def fail(self, what, offset, flops=0):
         if what == "compute" and offset == 0:
             if rank == 1:
                 raise RuntimeError("compute failed")
             time.sleep(1.0)
+        return contextlib.nullcontext()
 
-    with mock.patch.object(ProcessGroupTransport, "record", fail):
+    with mock.patch.object(ProcessGroupTransport, "span", fail):
         said = []
         for _ in range(2):
             try:
