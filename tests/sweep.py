@@ -213,6 +213,9 @@ def one_process(name: str) -> tuple[Any, bool]:
     errors = []
     for implementation, dtype in (("sdpa", torch.float64), ("eager", torch.float64), ("eager", torch.float32)):
         try:
+            config = getattr(transformers, name).config_class()
+            if implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+                raise LookupError("sdpa has no softcap, and older versions of transformers do not say so")
             dense = make(name, implementation, dtype)
             run_one(dense, batches(False)["plain"], None)
             return dense, implementation == "eager"
@@ -315,6 +318,13 @@ def page(results: dict[str, Result]) -> str:
                 detail = results[name].detail.replace("ringattn.hf.attach: ", "").replace("|", "\\|")
                 text += f"| {name} | {detail} |\n"
     return text
+
+
+def version_on_page() -> str:
+    """The version of transformers that docs/models.md is about."""
+    found = re.search(r"with transformers ([\d.]+\d)", PAGE.read_text())
+    assert found
+    return found[1]
 
 
 def kinds_on_page() -> dict[str, str]:

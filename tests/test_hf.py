@@ -919,3 +919,14 @@ def test_a_layer_of_an_attached_model_is_not_called_alone() -> None:
         RuntimeError, match=r"LlamaAttention 0: .* ring is missing; call the attached model or its decoder"
     ):
         model.model.layers[0](hidden, position_embeddings=at)
+
+
+def test_a_keyword_of_the_mask_function_that_is_not_known_is_refused() -> None:
+    config = make("llama").config
+    with pytest.raises(NotImplementedError, match="transformers passes sparsity to the mask function"):
+        ask(mask_function=causal_mask_function, config=config, sparsity=2)
+
+
+def test_older_versions_say_with_cache_position_where_rows_begin() -> None:
+    asked = ask(mask_function=causal_mask_function, cache_position=torch.arange(5, 8), kv_length=8)
+    assert int(asked.q_offset) == 5

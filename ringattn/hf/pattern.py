@@ -16,6 +16,13 @@ from ringattn.masks import Bounds, Causal, Documents, Full, Mask, Rows, Window
 __all__ = ["Asked", "Pattern", "ask", "chunk_starts", "documents", "one_process", "padding"]
 
 
+# What the mask function is told besides: sizes that the attention call has too, and how others make their tensors.
+HINTS = frozenset({
+    *("batch_size", "q_length", "kv_length", "local_size", "dtype", "device", "config", "use_vmap"),
+    *("allow_is_causal_skip", "allow_is_bidirectional_skip", "allow_torch_fix"),
+})  # fmt: skip
+
+
 class Pattern(NamedTuple):
     """What a layer sees, apart from what the batch says: of the other tokens, `left` before a row and `right` after it
     (None: all), within chunks of `chunk` tokens (None: no chunks)."""
@@ -69,9 +76,21 @@ def ask(
     attention_mask: Tensor | None = None,
     q_offset: Any = 0,
     kv_offset: Any = 0,
+    cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Asked:
-    """The mask function that transformers calls; nothing of N x N is made."""
+    """The mask function that transformers calls; nothing of N x N is made. Older versions give `cache_position` for `q_offset`.
+
+    Raises:
+        NotImplementedError: transformers passes a keyword that is not known here.
+    """
+    if unknown := sorted(kwargs.keys() - HINTS):
+        raise NotImplementedError(
+            f"ringattn.hf: transformers passes {unknown[0]} to the mask function, which is not known here; use a version of "
+            "transformers that the documentation names."
+        )
+    if cache_position is not None:
+        q_offset = cache_position[0]
     left, right, chunk, refused = None, None, None, None
     found: dict[str, Tensor] = {}
     for name, held in _parts(mask_function):
