@@ -202,7 +202,13 @@ class Reference:
     def delta(self, dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
         """`rowsum(dout * out) - dlse` as `[B, H, S]` in `state_dtype`."""
         dtype = state_dtype(out.dtype)
-        return (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous().sub_(dlse.to(dtype))
+        delta = dlse.to(dtype).neg()
+        # by tiles, since wide copies of dout and out, whole, would be the most that backward holds
+        tile_rows, _ = _TILE.get(out.device.type, _TILE_ELSEWHERE)
+        for start in range(0, out.shape[1], tile_rows):
+            rows = slice(start, start + tile_rows)
+            delta[..., rows] += (dout[:, rows].to(dtype) * out[:, rows].to(dtype)).sum(-1).transpose(1, 2)
+        return delta
 
     def backward(
         self,
