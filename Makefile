@@ -47,11 +47,11 @@ demo: .venv/.ready
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: .venv/.ready
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not interpreter" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu and not interpreter" $(ARGS)
 	@$(call triton-tests,and not slow)
 
 test-all: .venv/.ready
-	$(BIN)/python -m pytest -q -m "not gpu and not interpreter" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 -m "not gpu and not interpreter" $(ARGS)
 	@$(call triton-tests,)
 
 # On the GPU where there is one, else in Triton's interpreter, which has to be chosen before Triton is imported. 5: no such tests.
