@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn.transport import cpu_group, group_name, resolve_group
+from ringattn.transport import FAILED, ProcessGroupTransport, cpu_group, group_name, has_failed, resolve_group
 
 __all__ = ["Card", "card_of", "compare", "exchange", "share_verdict"]
 
@@ -33,6 +33,8 @@ def exchange(card: Card, name: str, timeout: float | None, who: str = "ring_atte
     """Every rank's card, by messages of fixed size on a CPU group; `name` is that of the process group."""
     group = resolve_group(name)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if has_failed(group):
+        card = card_of(RuntimeError(f"{who}: {FAILED}"))
     text = json.dumps(card).encode()
     assert len(text) < CARD_BYTES, text
     mine = torch.zeros(CARD_BYTES, dtype=torch.uint8, device="cpu")
@@ -59,6 +61,7 @@ def exchange(card: Card, name: str, timeout: float | None, who: str = "ring_atte
         except RuntimeError as error:
             silent.setdefault(peer, error)
     if silent:
+        ProcessGroupTransport(group).give_up()
         peer, error = next(iter(silent.items()))
         named = f"rank {peer}" if len(silent) == 1 else f"ranks {', '.join(map(str, sorted(silent)))}"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -73,7 +76,9 @@ def compare(cards: list[Card], who: str = "ring_attention") -> None:
     """Raise the same error on every rank, unless all cards are equal."""
     for rank, card in enumerate(cards):
         if "error" in card:
-            kind = NotImplementedError if card["type"] == "NotImplementedError" else ValueError
+            kind = {"NotImplementedError": NotImplementedError, "RuntimeError": RuntimeError}.get(
+                card["type"], ValueError
+            )
             same = all(other.get("error") == card["error"] for other in cards)
             where = "" if same else f" (found on rank {rank} of {len(cards)})"
             raise kind(card["error"] + where)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringattn import schedule
-from ringattn.call import Arguments, prepare
+from ringattn.call import Arguments, Call, prepare
 from ringattn.kernels import state_dtype
 
 __all__ = ["attention"]
@@ -59,16 +59,25 @@ def _last_dim_contiguous(tensors: Tensors) -> Tensors:
     return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
+def _drive(calls: list[Call], passes: list[schedule.Pass]) -> list[Any]:
+    """Run the passes of the ranks in this process; where one fails, their ring takes no more calls."""
+    try:
+        return schedule.drive(passes)
+    except BaseException:  # Ctrl-C too
+        for call in calls:
+            call.transport.give_up()
+        raise
+
+
 @torch.library.impl("ringattn::attention", "CompositeExplicitAutograd")
 def _attention(q: Tensors, k: Tensors, v: Tensors, sinks: Tensor | None, *args: Any) -> tuple[Tensors, Tensors]:
     calls = prepare(q, k, v, sinks, Arguments(*args))
     q, k, v = map(_last_dim_contiguous, (q, k, v))
-    results = schedule.drive(
-        [
-            schedule.forward(call.plan, call.transport, call.backend, *shards, sinks, call.options)
-            for call, *shards in zip(calls, q, k, v, strict=True)
-        ]
-    )
+    passes = [
+        schedule.forward(call.plan, call.transport, call.backend, *shards, sinks, call.options)
+        for call, *shards in zip(calls, q, k, v, strict=True)
+    ]
+    results = _drive(calls, passes)
     return [out for out, _ in results], [lse for _, lse in results]
 
 
@@ -97,7 +106,7 @@ def _backward(
         schedule.backward(call.plan, call.transport, call.backend, do, dl, *shards, sinks, o, stats, call.options)
         for call, do, dl, *shards, o, stats in zip(calls, dout, dlse, q, k, v, out, lse, strict=True)
     ]
-    dq, dk, dv, dsinks = (list(t) for t in zip(*schedule.drive(passes), strict=True))
+    dq, dk, dv, dsinks = (list(t) for t in zip(*_drive(calls, passes), strict=True))
     return dq, dk, dv, [torch.stack(dsinks).sum(0)] if sinks is not None else []
 
 

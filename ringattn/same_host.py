@@ -27,6 +27,7 @@ __all__ = ["CARD_BYTES", "Links", "Move", "connect"]
 CARD_BYTES = 256
 _PACKET = struct.Struct("qqqq")  # kind, number, address, bytes
 _POST, _TAKEN = 0, 1
+_GONE = "it gave up or its process is gone"
 _TOKEN_BYTES = 16
 
 Share = Callable[[Tensor], list[Tensor]]  # this rank's card of CARD_BYTES -> every rank's
@@ -85,6 +86,7 @@ class _Peer:
         self.posted: dict[int, tuple[int, int]] = {}
         self.taken: set[int] = set()
         self.n_sent = self.n_received = 0
+        self.is_gone = False
 
     def __del__(self) -> None:
         os.close(self.pidfd)
@@ -93,10 +95,12 @@ class _Peer:
         try:
             self.socket.send(_PACKET.pack(*packet))
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise RuntimeError("it gave up or its process is gone") from error
+            raise RuntimeError(_GONE) from error
 
     def pump(self, deadline: float | None) -> None:
-        """Take in what has come, or wait for it."""
+        """Take in what has come, or wait for it. What a peer sent before it went still counts, so all of it is read first."""
+        if self.is_gone:
+            raise RuntimeError(_GONE)
         left_ms = None if deadline is None else max(0, deadline - time.monotonic()) * 1000
         events = dict(self.poll.poll(left_ms))
         if not events:
@@ -106,16 +110,16 @@ class _Peer:
                 packet = self.socket.recv(_PACKET.size)
             except BlockingIOError:
                 return
-            except ConnectionResetError:
-                packet = b""
+            except ConnectionResetError:  # comes once, before what is left to read
+                continue
             if not packet:
-                raise RuntimeError("it gave up or its process is gone")
+                break
             kind, number, address, size = _PACKET.unpack(packet)
             if kind == _TAKEN:
                 self.taken.add(number)
             else:
                 self.posted[number] = (address, size)
-        raise RuntimeError("it gave up or its process is gone")
+        self.is_gone = True
 
 
 class Links:
@@ -123,11 +127,9 @@ class Links:
 
     def __init__(self, peers: dict[int, _Peer]) -> None:
         self.peers = peers
-        self.is_broken = False
 
     def give_up(self) -> None:
         """End all links, before a message that is on offer may be overwritten: whoever reads it later finds its receipt refused."""
-        self.is_broken = True
         for link in self.peers.values():
             with contextlib.suppress(OSError):  # the other end is gone already
                 link.socket.shutdown(socket.SHUT_RDWR)
@@ -135,8 +137,6 @@ class Links:
     def post(self, peer: int, tensor: Tensor, is_send: bool) -> Move:
         """Offer a message to `peer`, or count one from it; `tensor` is contiguous."""
         assert tensor.is_contiguous(), tensor.stride()
-        if self.is_broken:
-            raise RuntimeError("an earlier call on this group failed, and what was under way then may still come")
         link = self.peers[peer]
         if not is_send:
             link.n_received += 1
@@ -149,25 +149,23 @@ class Links:
         """Return once a message has been read, here or by the peer; after `timeout` seconds raise RuntimeError."""
         deadline = None if timeout is None else time.monotonic() + timeout
         link = self.peers[move.peer]
-        try:
-            if move.is_send:
-                while move.number not in link.taken:
-                    link.pump(deadline)
-                link.taken.remove(move.number)
-                return
-            while move.number not in link.posted:
+        if move.is_send:
+            while move.number not in link.taken:
                 link.pump(deadline)
-            address, size = link.posted.pop(move.number)
-            if size != move.tensor.nbytes:
-                raise RuntimeError(f"{size} bytes were sent and {move.tensor.nbytes} awaited; both ends must agree")
-            try:
-                _read(link.pid, address, move.tensor.data_ptr(), size)
-            except OSError as error:
-                raise RuntimeError(f"its memory cannot be read ({error.strerror})") from error
-            link.send(_TAKEN, move.number, 0, 0)
-        except BaseException:  # Ctrl-C too
-            self.give_up()
-            raise
+            link.taken.remove(move.number)
+            return
+        while move.number not in link.posted:
+            link.pump(deadline)
+        address, size = link.posted.pop(move.number)
+        if size != move.tensor.nbytes:
+            raise RuntimeError(f"{size} bytes were sent and {move.tensor.nbytes} awaited; both ends must agree")
+        try:
+            _read(link.pid, address, move.tensor.data_ptr(), size)
+        except OSError as error:
+            raise RuntimeError(f"its memory cannot be read ({error.strerror})") from error
+        link.send(
+            _TAKEN, move.number, 0, 0
+        )  # refused where the peer gave up meanwhile, and the bytes are then of no worth
 
 
 def connect(rank: int, world_size: int, share: Share) -> Links | None:

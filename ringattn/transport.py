@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,10 @@ class Transport(Protocol):
         """Make ready for tensors on `device`; every rank calls it, once all agree and before the first exchange."""
         ...
 
+    def give_up(self) -> None:
+        """Break off a call that failed: no later one on this ring takes what was under way for its own."""
+        ...
+
     def span(self, what: str, offset: int, flops: int = 0) -> AbstractContextManager[None]:
         """Note in the timeline, if anybody asked for one, what happens inside the `with`."""
         ...
@@ -77,6 +81,9 @@ class _Base:
 
     def connect(self, device: torch.device) -> None:
         self.device = device
+
+    def give_up(self) -> None:
+        pass  # a virtual world begins each call without messages
 
     def exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
         with self.span("post", offset):
@@ -118,6 +125,13 @@ class ProcessGroupTransport(_Base):
         if device.type == "cpu" and self.world_size > 1 and self.group not in _links:
             _links[self.group] = same_host.connect(self.rank, self.world_size, self._share)
 
+    def give_up(self) -> None:
+        # what was under way may still come, and a later call would take it for its own
+        _failed.add(self.group)
+        links = _links.get(self.group)
+        if links is not None:
+            links.give_up()
+
     def _share(self, card: Tensor) -> list[Tensor]:
         """Every rank's card."""
         cards = [card] + [torch.empty_like(card) for _ in range(1, self.world_size)]
@@ -128,6 +142,8 @@ class ProcessGroupTransport(_Base):
 
     def _exchange(self, offset: int, send: Tensor | None, recv: Tensor | None) -> Handle:
         target, source = (self.rank + offset) % self.world_size, (self.rank - offset) % self.world_size
+        if has_failed(self.group):
+            raise RuntimeError(f"ring_attention: rank {self.rank} of {self.world_size}: {FAILED}")
         links = _links.get(self.group)
         if links is not None and all(t is None or t.device.type == "cpu" for t in (send, recv)):
             return _Reads(self, offset, links, [(source, recv, False), (target, send, True)])
@@ -150,38 +166,36 @@ class ProcessGroupTransport(_Base):
             names = (
                 [what for what, _ in moves] if len(works) == len(moves) else [" and ".join(what for what, _ in moves)]
             )
-            handle.works = list(zip(names, works, strict=True))
+            handle.moves = list(zip(names, works, strict=True))
             handle.is_timed = _waits_on_host(self.group, moves[0][1].tensor.device.type)
         return handle
 
 
-class _Works:
-    """The handle of a process group's exchange."""
+class _Pending:
+    """The handle of an exchange over a process group: `moves` are what is under way, each with what to call it."""
+
+    moves: list[tuple[str, Any]]
 
     def __init__(self, transport: ProcessGroupTransport, offset: int) -> None:
-        self.transport, self.offset = transport, offset
-        self.works: list[tuple[str, dist.Work]] = []
-        self.is_timed = True
+        self.transport, self.offset, self.moves = transport, offset, []
 
     def ready(self) -> bool:
         return True
 
     def wait(self) -> None:
         with self.transport.span("wait", self.offset):
-            self._wait()
+            for what, move in self.moves:
+                try:
+                    self._wait(move)
+                except RuntimeError as error:
+                    raise self.failed(what, error) from error
+            self.moves = []
 
-    def _wait(self) -> None:
-        for what, work in self.works:
-            try:
-                if self.transport.timeout is None or not self.is_timed:
-                    work.wait()
-                else:
-                    work.wait(datetime.timedelta(seconds=self.transport.timeout))
-            except RuntimeError as error:
-                raise self.failed(what, error) from error
-        self.works = []
+    def _wait(self, move: Any) -> None:
+        raise NotImplementedError
 
     def failed(self, what: str, error: Exception) -> RuntimeError:
+        self.transport.give_up()
         way = f"hop {self.offset}" if self.offset > 0 else f"the gradients' way home of hop {-self.offset}"
         limit = "the group's timeout" if self.transport.timeout is None else f"{self.transport.timeout:g} s"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -191,8 +205,20 @@ class _Works:
         )
 
 
-class _Reads(_Works):
-    """The handle of an exchange from memory to memory."""
+class _Works(_Pending):
+    """By sends and receives of the group."""
+
+    is_timed = True
+
+    def _wait(self, move: dist.Work) -> None:
+        if self.transport.timeout is None or not self.is_timed:
+            move.wait()
+        else:
+            move.wait(datetime.timedelta(seconds=self.transport.timeout))
+
+
+class _Reads(_Pending):
+    """From memory to memory."""
 
     def __init__(
         self,
@@ -202,7 +228,7 @@ class _Reads(_Works):
         moves: list[tuple[int, Tensor | None, bool]],
     ) -> None:
         super().__init__(transport, offset)
-        self.links, self.moves = links, []
+        self.links = links
         for peer, tensor, is_send in moves:
             if tensor is not None:
                 what = f"sending to rank {peer}" if is_send else f"receiving from rank {peer}"
@@ -211,18 +237,11 @@ class _Reads(_Works):
                 except RuntimeError as error:
                     raise self.failed(what, error) from error
 
-    def _wait(self) -> None:
-        limit = _timeout(self.transport.group) if self.transport.timeout is None else self.transport.timeout
-        for what, move in self.moves:  # what arrives first: the sender of each waits for its reader
-            try:
-                self.links.wait(move, limit)
-            except RuntimeError as error:
-                raise self.failed(what, error) from error
-        self.moves = []
-
-    def __del__(self) -> None:
-        if self.moves:  # the call failed elsewhere, and what is on offer goes with this handle
-            self.links.give_up()
+    def _wait(self, move: same_host.Move) -> None:
+        # what arrives comes first in `moves`: the sender of each waits for its reader
+        self.links.wait(
+            move, _timeout(self.transport.group) if self.transport.timeout is None else self.transport.timeout
+        )
 
 
 def _timeout(group: dist.ProcessGroup) -> float:
@@ -237,6 +256,8 @@ def _waits_on_host(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 # By group and not by name: a name is used again once the groups of a process have been destroyed.
+FAILED = "an earlier call on this group failed, and what was under way then may still come. Make a new group."
+_failed: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 _warm: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, same_host.Links | None]" = weakref.WeakKeyDictionary()
 _cpu_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
@@ -247,6 +268,11 @@ def _warm_up(group: dist.ProcessGroup, device_type: str) -> None:
     if device_type == "cuda" and group not in _warm and not _waits_on_host(group, device_type):
         _warm.add(group)
         dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
+
+
+def has_failed(group: dist.ProcessGroup) -> bool:
+    """Whether a call on the group was broken off, so that no later one can be right."""
+    return group in _failed
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

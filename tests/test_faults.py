@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
-from ringattn.transport import ProcessGroupTransport
+from ringattn.transport import FAILED, ProcessGroupTransport
 from tests import processes
 
 TIMEOUT_S = 2.0
@@ -89,6 +89,7 @@ def fail_while_posted(rank, world_size, path):
     group = group_over(path)
     q = torch.randn(1, 8, 2, 8)
     ra.ring_attention(q, q, q, mask=ra.Full(), group=group, timeout=TIMEOUT_S)
+    dist.barrier()
 
     def fail(self, what, offset, flops=0):
         if what == "compute" and offset == 0:
@@ -97,25 +98,53 @@ def fail_while_posted(rank, world_size, path):
             time.sleep(1.0)
         return contextlib.nullcontext()
 
-    with mock.patch.object(ProcessGroupTransport, "span", fail):
-        said = []
-        for _ in range(2):
+    said = []
+    for validate in (False, False, True):
+        with mock.patch.object(ProcessGroupTransport, "span", fail):
             try:
-                ra.ring_attention(q, q, q, mask=ra.Full(), group=group, timeout=TIMEOUT_S, validate=False)
+                ra.ring_attention(q, q, q, mask=ra.Full(), group=group, timeout=TIMEOUT_S, validate=validate)
+                said.append("returned")
             except RuntimeError as error:
                 said.append(str(error))
-                del error
-    time.sleep(1.0)
+        dist.barrier()  # over another group
     return said
 
 
-def test_what_a_failed_rank_had_on_offer_is_not_taken_for_a_message():
-    (first, second), failed = processes.run_fresh(2, fail_while_posted, "memory", timeout=60)
-    assert failed[0] == "compute failed"
+def test_after_a_failed_call_the_group_takes_no_other():
+    (first, unchecked, checked), failed = processes.run_fresh(2, fail_while_posted, "memory", timeout=60)
     assert re.fullmatch(FAULT.format(rank=0), first), first
-    assert "it gave up or its process is gone" in first
-    assert re.fullmatch(FAULT.format(rank=0), second), second
-    assert "an earlier call on this group failed" in second
+    assert unchecked == f"ring_attention: rank 0 of 2: {FAILED}"
+    assert checked == f"ring_attention: {FAILED}"
+    assert failed == ["compute failed", f"ring_attention: rank 1 of 2: {FAILED}", checked]
+
+
+def test_after_a_failed_call_the_group_takes_no_other_over_gloo():
+    (first, unchecked, checked), failed = processes.run_fresh(2, fail_while_posted, "gloo", timeout=60)
+    # gloo delivers what was sent: where all of it was, the rank that did not fail has its result, and the next call fails
+    assert first == "returned" or re.fullmatch(FAULT.format(rank=0), first), first
+    assert FAILED in unchecked or re.fullmatch(FAULT.format(rank=0), unchecked), unchecked
+    # and it closes a connection on which time ran out, so that a rank may not hear what the other says
+    for said in (checked, failed[2]):
+        assert said == f"ring_attention: {FAILED}" or "got no answer" in said, said
+    assert failed[:2] == ["compute failed", f"ring_attention: rank 1 of 2: {FAILED}"]
+
+
+def give_up_between_calls(rank, world_size):
+    """Rank 1 gives up once it is through with a call that rank 0 is still in."""
+    group = group_over("memory")
+    transport = ProcessGroupTransport(group, timeout=TIMEOUT_S)
+    transport.connect(torch.device("cpu"))
+    send, recv = torch.full((3,), float(rank)), torch.empty(3)
+    handle = transport.exchange(1, send, recv)
+    if rank == 0:
+        time.sleep(1.0)
+    handle.wait()
+    transport.give_up()
+    return recv.tolist()
+
+
+def test_what_came_before_a_peer_gave_up_counts():
+    assert processes.run_fresh(2, give_up_between_calls) == [[1.0] * 3, [0.0] * 3]
 
 
 # ---- links ----------------------------------------------------------------------------------------------------------
