@@ -275,9 +275,11 @@ class Documents(Mask):
         self._seal([int(bool(self.causal)), len(cu), *cu])
 
     def intervals(self, q_pos: Tensor) -> Intervals:
-        cu = torch.tensor(self.cu_seqlens, dtype=q_pos.dtype, device=q_pos.device)
-        i = torch.searchsorted(cu, q_pos, right=True).clamp(max=len(self.cu_seqlens) - 1)
-        return ((cu[i - 1], q_pos + 1 if self.causal else cu[i]),)
+        # written out once for all tokens, which is quicker than a search for each row
+        ends = torch.tensor(self.cu_seqlens, dtype=q_pos.dtype, device=q_pos.device)
+        size, lengths, at = self.cu_seqlens[-1], ends.diff(), q_pos.clamp(max=self.cu_seqlens[-1] - 1)
+        lo = ends[:-1].repeat_interleave(lengths, output_size=size).take(at)
+        return ((lo, q_pos + 1 if self.causal else ends[1:].repeat_interleave(lengths, output_size=size).take(at)),)
 
     @classmethod
     def _parse(cls, ints: _Reader) -> Mask:

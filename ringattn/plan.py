@@ -6,6 +6,7 @@ all the geometry there is: the plan translates a mask's intervals once per hop, 
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -338,10 +339,12 @@ def _visible(mask: Mask, layout: Layout, seqlen: int, world_size: int, rank: int
 
 def _runs(lo: np.ndarray, hi: np.ndarray) -> np.ndarray:
     """The union of `[lo, hi)`, neither of which decreases, as runs that are apart, `[n, 2]`."""
-    is_gap = lo[1:] > hi[:-1]
-    end = np.ones(min(1, len(lo)), dtype=bool)
-    starts, stops = (np.flatnonzero(np.concatenate(parts)) for parts in ((end, is_gap), (is_gap, end)))
-    return np.stack([lo[starts], hi[stops]], 1)
+    gaps = np.flatnonzero(lo[1:] > hi[:-1])
+    runs = np.empty((len(gaps) + 1 if len(lo) else 0, 2), dtype=lo.dtype)
+    if len(lo):
+        runs[0, 0], runs[-1, 1] = lo[0], hi[-1]
+        runs[1:, 0], runs[:-1, 1] = lo[gaps + 1], hi[gaps]
+    return runs
 
 
 @functools.lru_cache(4096)
@@ -352,7 +355,7 @@ def _needed(mask: Mask, layout: Layout, seqlen: int, world_size: int, rank: int,
     rows = np.searchsorted(theirs, runs)
     # runs that are apart in the sequence may touch among the rows of one rank
     rows = rows[rows[:, 0] < rows[:, 1]]
-    return tuple(range(a, b) for a, b in _runs(rows[:, 0], rows[:, 1]).tolist())
+    return tuple(itertools.starmap(range, _runs(rows[:, 0], rows[:, 1]).tolist()))
 
 
 @functools.lru_cache(64)
