@@ -5,14 +5,27 @@ and all ranks read all cards.
 """
 
 import datetime
+import functools
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ringattn.transport import FAILED, ProcessGroupTransport, cpu_group, group_name, has_failed, resolve_group
+from ringattn import same_host
+from ringattn.transport import (
+    FAILED,
+    ProcessGroupTransport,
+    cpu_group,
+    group_name,
+    group_timeout,
+    has_failed,
+    links_of,
+    resolve_group,
+)
 
 __all__ = ["Card", "card_of", "compare", "exchange", "share_verdict"]
 
@@ -34,30 +47,29 @@ def exchange(card: Card, name: str, timeout: float | None, who: str = "ring_atte
     group = resolve_group(name)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if has_failed(group):
-        card = card_of(RuntimeError(f"{who}: {FAILED}"))
+        error = RuntimeError(f"{who}: {FAILED}")
+        if links_of(group) is not None:  # the others have been told
+            raise error
+        card = card_of(error)
     text = json.dumps(card).encode()
     assert len(text) < CARD_BYTES, text
     mine = torch.zeros(CARD_BYTES, dtype=torch.uint8, device="cpu")
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     theirs = [mine if r == rank else torch.zeros_like(mine) for r in range(world_size)]
-    cpu, peers = cpu_group(group), [r for r in range(world_size) if r != rank]
-    works: list[tuple[int, dist.Work]] = []
+    waits: list[tuple[int, Callable[[float | None], object]]] = []
     silent: dict[int, RuntimeError] = {}
     # to and from each rank, and not one collective, so that an error is one rank's
-    for peer in peers:
-        try:
-            works.append((peer, dist.isend(mine, group=cpu, group_dst=peer, tag=TAG)))
-            works.append((peer, dist.irecv(theirs[peer], group=cpu, group_src=peer, tag=TAG)))
-        except RuntimeError as error:
-            silent[peer] = error
+    for peer in range(world_size):
+        if peer != rank:
+            try:
+                waits += [(peer, wait) for wait in _swap(group, peer, mine, theirs[peer])]
+            except RuntimeError as error:
+                silent[peer] = error
     # the others' cards are exchanged to the end, or they would take this rank for the one that does not answer
     deadline = time.monotonic() + (timeout or 0.0)
-    for peer, work in works:
+    for peer, wait in waits:
         try:
-            if timeout is None:
-                work.wait()
-            else:
-                work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+            wait(None if timeout is None else max(deadline - time.monotonic(), 1e-3))
         except RuntimeError as error:
             silent.setdefault(peer, error)
     if silent:
@@ -70,6 +82,29 @@ def exchange(card: Card, name: str, timeout: float | None, who: str = "ring_atte
             "another call. Look at its log first."
         ) from error
     return [json.loads(bytes(t.numpy()).rstrip(b"\0")) for t in theirs]
+
+
+def _swap(group: dist.ProcessGroup, peer: int, mine: Tensor, theirs: Tensor) -> list[Callable[[float | None], object]]:
+    """Start to swap cards with a rank; what waits for it, at most so many seconds. Where messages go from memory to memory so do cards."""
+    links = links_of(group)
+    if links is not None:
+        sent, received = links.post(peer, mine, True), links.post(peer, theirs, False)
+        # what is read first lets the other's wait end
+        return [functools.partial(_read, links, move, group) for move in (received, sent)]
+    cpu = cpu_group(group)
+    works = [
+        dist.isend(mine, group=cpu, group_dst=peer, tag=TAG),
+        dist.irecv(theirs, group=cpu, group_src=peer, tag=TAG),
+    ]
+    return [functools.partial(_wait, work) for work in works]
+
+
+def _read(links: same_host.Links, move: same_host.Move, group: dist.ProcessGroup, timeout: float | None) -> None:
+    links.wait(move, group_timeout(group) if timeout is None else timeout)
+
+
+def _wait(work: dist.Work, timeout: float | None) -> None:
+    work.wait() if timeout is None else work.wait(datetime.timedelta(seconds=timeout))
 
 
 def compare(cards: list[Card], who: str = "ring_attention") -> None:

@@ -240,11 +240,11 @@ class _Reads(_Pending):
     def _wait(self, move: same_host.Move) -> None:
         # what arrives comes first in `moves`: the sender of each waits for its reader
         self.links.wait(
-            move, _timeout(self.transport.group) if self.transport.timeout is None else self.transport.timeout
+            move, group_timeout(self.transport.group) if self.transport.timeout is None else self.transport.timeout
         )
 
 
-def _timeout(group: dist.ProcessGroup) -> float:
+def group_timeout(group: dist.ProcessGroup) -> float:
     """The group's own limit in seconds."""
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
@@ -273,6 +273,11 @@ def _warm_up(group: dist.ProcessGroup, device_type: str) -> None:
 def has_failed(group: dist.ProcessGroup) -> bool:
     """Whether a call on the group was broken off, so that no later one can be right."""
     return group in _failed
+
+
+def links_of(group: dist.ProcessGroup) -> same_host.Links | None:
+    """How messages of CPU tensors go from memory to memory, where they do; the same on all ranks of the group."""
+    return _links.get(group)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
