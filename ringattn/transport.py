@@ -111,13 +111,18 @@ class ProcessGroupTransport(_Base):
         group: the process group.
         timeout: seconds that one wait may take on a CPU backend; None leaves it to the group's own timeout. On NCCL the group's
             watchdog does the timing, since a wait there only orders streams.
+        number: the how manieth pass over the group this is, forward or backward, for messages; 0 if it is none.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout: float | None = None, timeline: Timeline | None = None
+        self,
+        group: dist.ProcessGroup,
+        timeout: float | None = None,
+        timeline: Timeline | None = None,
+        number: int = 0,
     ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeline)
-        self.group, self.timeout = group, timeout
+        self.group, self.timeout, self.number = group, timeout, number
 
     def connect(self, device: torch.device) -> None:
         super().connect(device)
@@ -197,6 +202,8 @@ class _Pending:
     def failed(self, what: str, error: Exception) -> RuntimeError:
         self.transport.give_up()
         way = f"hop {self.offset}" if self.offset > 0 else f"the gradients' way home of hop {-self.offset}"
+        if self.transport.number:
+            way += f" of pass {self.transport.number} over its group"
         limit = "the group's timeout" if self.transport.timeout is None else f"{self.transport.timeout:g} s"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return RuntimeError(
@@ -260,6 +267,7 @@ FAILED = "an earlier call on this group failed, and what was under way then may 
 _failed: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 _warm: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, same_host.Links | None]" = weakref.WeakKeyDictionary()
+_passes: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 _cpu_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
@@ -459,4 +467,6 @@ def transports(name: str, timeout: float | None = None) -> list[Transport]:
                 f"ring_attention: the virtual ring {name} is gone; keep the object that virtual() returned."
             )
         return [*world.transports()]
-    return [ProcessGroupTransport(resolve_group(name), timeout, active())]
+    group = resolve_group(name)
+    _passes[group] = _passes.get(group, 0) + 1
+    return [ProcessGroupTransport(group, timeout, active(), _passes[group])]

@@ -21,7 +21,7 @@ from tests import processes
 
 TIMEOUT_S = 2.0
 SLACK_S = 5.0  # to be scheduled on a busy machine
-FAULT = r"ring_attention: rank {rank} of \d failed .*(sending to|receiving from) rank \d on (the gradients' way home of )?hop \d \(limit 2 s\): .+; "
+FAULT = r"ring_attention: rank {rank} of \d failed .*(sending to|receiving from) rank \d on (the gradients' way home of )?hop \d of pass {number} over its group \(limit 2 s\): .+; "
 FAULT += r"that rank died, left, or hangs\. Look at its log first\."
 
 
@@ -80,7 +80,7 @@ def test_every_survivor_of_a_killed_or_frozen_rank_raises_in_time(path, signal_,
     first, lost, last = processes.run_fresh(3, attend_and_lose, path, signal_, direction, timeout=60)
     assert lost == processes.Exit(-signal.SIGKILL)
     for rank, (said, elapsed_s) in ((0, first), (2, last)):
-        assert re.fullmatch(FAULT.format(rank=rank), said), said
+        assert re.fullmatch(FAULT.format(rank=rank, number=2), said), said
         assert elapsed_s < TIMEOUT_S + SLACK_S
 
 
@@ -112,7 +112,7 @@ def fail_while_posted(rank, world_size, path):
 
 def test_after_a_failed_call_the_group_takes_no_other():
     (first, unchecked, checked), failed = processes.run_fresh(2, fail_while_posted, "memory", timeout=60)
-    assert re.fullmatch(FAULT.format(rank=0), first), first
+    assert re.fullmatch(FAULT.format(rank=0, number=2), first), first
     assert unchecked == f"ring_attention: rank 0 of 2: {FAILED}"
     assert checked == f"ring_attention: {FAILED}"
     assert failed == ["compute failed", f"ring_attention: rank 1 of 2: {FAILED}", checked]
@@ -121,8 +121,8 @@ def test_after_a_failed_call_the_group_takes_no_other():
 def test_after_a_failed_call_the_group_takes_no_other_over_gloo():
     (first, unchecked, checked), failed = processes.run_fresh(2, fail_while_posted, "gloo", timeout=60)
     # gloo delivers what was sent: where all of it was, the rank that did not fail has its result, and the next call fails
-    assert first == "returned" or re.fullmatch(FAULT.format(rank=0), first), first
-    assert FAILED in unchecked or re.fullmatch(FAULT.format(rank=0), unchecked), unchecked
+    assert first == "returned" or re.fullmatch(FAULT.format(rank=0, number=2), first), first
+    assert FAILED in unchecked or re.fullmatch(FAULT.format(rank=0, number=3), unchecked), unchecked
     # and it closes a connection on which time ran out, so that a rank may not hear what the other says
     for said in (checked, failed[2]):
         assert said == f"ring_attention: {FAILED}" or "got no answer" in said, said
@@ -213,7 +213,7 @@ def test_a_cut_link_is_an_error_on_both_sides_in_time(namespaces, tmp_path):
         2, attend_over_a_link, namespaces, str(tmp_path / "r"), "ip link set v0 down", TIMEOUT_S, timeout=60
     )
     for rank, (results, elapsed_s) in enumerate(outcomes):
-        assert re.fullmatch(FAULT.format(rank=rank), results[1]), results[1]
+        assert re.fullmatch(FAULT.format(rank=rank, number=2), results[1]), results[1]
         assert elapsed_s < TIMEOUT_S + SLACK_S
 
 
@@ -231,7 +231,7 @@ def test_a_slow_link_gives_the_same_numbers_or_an_error_in_time(namespaces, tmp_
     for rank, ((fast, slow), elapsed_s) in enumerate(outcomes):
         assert elapsed_s < timeout + SLACK_S
         if isinstance(slow, str):
-            assert re.fullmatch(FAULT.format(rank=rank), slow), slow
+            assert re.fullmatch(FAULT.format(rank=rank, number=2), slow), slow
             said += 1
         else:
             torch.testing.assert_close(slow, fast, rtol=0, atol=0)
