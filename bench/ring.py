@@ -3,16 +3,21 @@
 python -m bench.ring [--seqlens 1024 2048 4096] [--rounds 9] [--dtype fp32]
 
 Each round runs every contender once, in turn: one process with two threads (the other rank waits on a socket), the ring from memory to memory,
-the ring over gloo, and both with `validate=False`, whose difference is the cost of the handshake. Results are checked against the one process first.
-Peers that run on a CPU (DeepSpeed Ulysses, torch context_parallel with two operators patched in) are not run here.
+the ring over gloo, and both with `validate=False`, whose difference is the cost of the handshake; where deepspeed is installed (DS_BUILD_OPS=0) its
+Ulysses over PyTorch's SDPA. Results and gradients are checked against the one process first. Not run: torch's context_parallel, which has no operator
+for CPU tensors, and ring-attention-pytorch, whose gradients are wrong.
 """
 
 import argparse
 import csv
+import dataclasses
+import functools
+import importlib.util
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,6 +31,7 @@ from ringattn import transport
 RESULTS = Path(__file__).parent / "results"
 HEADS, HEAD_DIM, RANKS = 8, 64, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ONE = "one process, 2 threads"
 FIELDS = ("device", "commit", "load", "dtype", "seqlen", "contender", "rounds", "median_ms", "p20_ms", "p80_ms", "speed_of_one")  # fmt: skip
 
 
@@ -35,6 +41,38 @@ def group_over(memory: bool) -> dist.ProcessGroup:
         transport._links[group] = None
     transport.ProcessGroupTransport(group).connect(torch.device("cpu"))
     return group
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A context-parallel attention: `attend(q, k, v)` of this rank's rows under `layout`."""
+
+    attend: Callable[..., torch.Tensor]
+    layout: str
+
+    def __call__(self, parts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Out and the gradients of q, k and v, for `parts` q, k, v and dout."""
+        leaves = [x.detach().requires_grad_() for x in parts[:3]]
+        out = self.attend(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, parts[3])
+
+
+def ring(group: dist.ProcessGroup, validate: bool) -> Contender:
+    return Contender(functools.partial(ra.ring_attention, group=group, validate=validate), "zigzag")
+
+
+def ulysses() -> Contender:
+    import deepspeed
+    from deepspeed.sequence.layer import DistributedAttention
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    attention = DistributedAttention(_sdpa, dist.group.WORLD, 2, 1)
+    return Contender(lambda q, k, v: attention(q, k, v, 0), "contiguous")
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def measure(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
@@ -55,36 +93,29 @@ def measure(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
             torch.set_num_threads(1)
             return out.detach(), *grads
 
-        parts = [ra.shard(x, group=memory) for x in whole]
-
-        def ring(
-            group: dist.ProcessGroup, validate: bool, parts: list[torch.Tensor] = parts
-        ) -> tuple[torch.Tensor, ...]:
-            q, k, v = (x.detach().requires_grad_() for x in parts[:3])
-            out = ra.ring_attention(q, k, v, group=group, validate=validate)
-            return out.detach(), *torch.autograd.grad(out, (q, k, v), parts[3])
-
-        contenders = {
-            "one process, 2 threads": None,
-            "ring, memory": (memory, True),
-            "ring, gloo": (gloo, True),
-            "ring, memory, not validated": (memory, False),
-            "ring, gloo, not validated": (gloo, False),
+        contenders: dict[str, Contender] = {
+            "ring, memory": ring(memory, True),
+            "ring, gloo": ring(gloo, True),
+            "ring, memory, not validated": ring(memory, False),
+            "ring, gloo, not validated": ring(gloo, False),
         }
-        wanted = [ra.shard(x, group=memory) for x in one()]
-        for how in filter(None, contenders.values()):
-            for found, want in zip(ring(*how), wanted, strict=True):
-                torch.testing.assert_close(found, want, rtol=0, atol=2e-2 if dtype is torch.bfloat16 else 2e-5)
+        if importlib.util.find_spec("deepspeed"):
+            contenders["DeepSpeed Ulysses, SDPA"] = ulysses()
+        wanted, parts = one(), {}
+        for name, contender in contenders.items():
+            parts[name] = [ra.shard(x, contender.layout, memory) for x in whole]
+            for found, want in zip(contender(parts[name]), wanted, strict=True):
+                tolerance = 2e-2 if dtype is torch.bfloat16 else 2e-5
+                torch.testing.assert_close(found, ra.shard(want, contender.layout, memory), rtol=0, atol=tolerance)
         del wanted
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        names = list(contenders)
+        names = [ONE, *contenders]
+        times: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(args.rounds + 1):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                how = contenders[name]
                 dist.barrier()
                 began = time.perf_counter()
-                if how is not None:
-                    ring(*how)
+                if name != ONE:
+                    contenders[name](parts[name])
                 elif rank == 0:
                     one()
                 dist.barrier()
@@ -100,7 +131,7 @@ def write(seqlen: int, args: argparse.Namespace, times: dict[str, list[float]]) 
     device = device_name(torch.device("cpu"))
     path = RESULTS / f"ring_{slug(device)}.csv"
     is_new = not path.exists()
-    base = times["one process, 2 threads"]
+    base = times[ONE]
     with open(path, "a", newline="") as file:
         writer = csv.writer(file)
         if is_new:
