@@ -21,7 +21,7 @@ from ringattn import balance, balanced, build_plan, choose_layout, cost, plan
 from ringattn.layout import Layout, layouts
 from ringattn.masks import Causal, Documents, Mask, Window
 
-PLAN_CACHES = (plan.bounds_of, plan._visible, plan._needed, plan._offsets, build_plan)
+PLAN_CACHES = (plan.bounds_of, plan._ring, build_plan)
 RESULTS = Path(__file__).parent / "results"
 ROUNDS = 9
 

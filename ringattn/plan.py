@@ -323,20 +323,6 @@ def _each_row(bounds: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> Iterat
     yield from zip(*(np.atleast_2d(x.take(rows, axis=-1)) for x in bounds), strict=True)
 
 
-@functools.lru_cache(1024)
-def _visible(mask: Mask, layout: Layout, seqlen: int, world_size: int, rank: int) -> np.ndarray:
-    """The global keys that a rank's rows see, over all intervals and batch rows, as disjoint increasing runs, int32 `[n, 2]`."""
-    mine = layouts.positions(layout, seqlen, world_size, rank).numpy()
-    found = [np.zeros((0, 2), dtype=np.int32)]
-    for bounds in bounds_of(mask, seqlen):
-        for lo, hi in _each_row(bounds, mine):
-            seen = lo < hi
-            found.append(_runs(lo, hi) if seen.all() else _runs(lo[seen], hi[seen]))
-    runs = np.concatenate(found)
-    runs = runs[np.argsort(runs[:, 0], kind="stable")]
-    return _runs(runs[:, 0], np.maximum.accumulate(runs[:, 1]))
-
-
 def _runs(lo: np.ndarray, hi: np.ndarray) -> np.ndarray:
     """The union of `[lo, hi)`, neither of which decreases, as runs that are apart, `[n, 2]`."""
     gaps = np.flatnonzero(lo[1:] > hi[:-1])
@@ -347,26 +333,50 @@ def _runs(lo: np.ndarray, hi: np.ndarray) -> np.ndarray:
     return runs
 
 
-@functools.lru_cache(4096)
-def _needed(mask: Mask, layout: Layout, seqlen: int, world_size: int, rank: int, source: int) -> tuple[range, ...]:
-    """The local rows of `source` that a row of `rank` sees."""
-    runs = _visible(mask, layout, seqlen, world_size, rank)
-    theirs = layouts.positions(layout, seqlen, world_size, source).numpy()
-    rows = np.searchsorted(theirs, runs)
-    # runs that are apart in the sequence may touch among the rows of one rank
-    rows = rows[rows[:, 0] < rows[:, 1]]
-    return tuple(itertools.starmap(range, _runs(rows[:, 0], rows[:, 1]).tolist()))
+class _Ring:
+    """Who needs what on a ring, found when asked for and kept as long as the ring is."""
+
+    def __init__(self, mask: Mask, layout: Layout, seqlen: int, world_size: int) -> None:
+        self.mask, self.layout, self.seqlen, self.world_size = mask, layout, seqlen, world_size
+        self._visible: dict[int, np.ndarray] = {}
+        self._needed: dict[tuple[int, int], tuple[range, ...]] = {}
+
+    def positions(self, rank: int) -> np.ndarray:
+        """The global positions of a rank's rows."""
+        return layouts.positions(self.layout, self.seqlen, self.world_size, rank).numpy()
+
+    def visible(self, rank: int) -> np.ndarray:
+        """The global keys that a rank's rows see, over all intervals and batch rows, as disjoint increasing runs, int32 `[n, 2]`."""
+        if rank not in self._visible:
+            mine = self.positions(rank)
+            found = [np.zeros((0, 2), dtype=np.int32)]
+            for bounds in bounds_of(self.mask, self.seqlen):
+                for lo, hi in _each_row(bounds, mine):
+                    seen = lo < hi
+                    found.append(_runs(lo, hi) if seen.all() else _runs(lo[seen], hi[seen]))
+            runs = np.concatenate(found)
+            runs = runs[np.argsort(runs[:, 0], kind="stable")]
+            self._visible[rank] = _runs(runs[:, 0], np.maximum.accumulate(runs[:, 1]))
+        return self._visible[rank]
+
+    def needed(self, rank: int, source: int) -> tuple[range, ...]:
+        """The local rows of `source` that a row of `rank` sees."""
+        if (rank, source) not in self._needed:
+            rows = np.searchsorted(self.positions(source), self.visible(rank))
+            # runs that are apart in the sequence may touch among the rows of one rank
+            rows = rows[rows[:, 0] < rows[:, 1]]
+            runs = _runs(rows[:, 0], rows[:, 1]).tolist()
+            self._needed[rank, source] = tuple(itertools.starmap(range, runs))
+        return self._needed[rank, source]
+
+    @functools.cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """The offsets at which some rank reads something, ascending, without 0."""
+        ranks = range(self.world_size)
+        return tuple(o for o in ranks[1:] if any(self.needed(rank, (rank - o) % self.world_size) for rank in ranks))
 
 
-@functools.lru_cache(64)
-def _offsets(mask: Mask, layout: Layout, seqlen: int, world_size: int) -> tuple[int, ...]:
-    """The offsets at which some rank reads something, ascending, without 0."""
-    ring = (mask, layout, seqlen, world_size)
-    return tuple(
-        offset
-        for offset in range(1, world_size)
-        if any(_needed(*ring, rank, (rank - offset) % world_size) for rank in range(world_size))
-    )
+_ring = functools.lru_cache(16)(_Ring)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -431,14 +441,14 @@ def build_plan(mask: Mask, layout: Layout, seqlen: int, world_size: int, rank: i
         [0, 1]
     """
     check_sizes("build_plan", mask, seqlen, world_size, rank)
-    ring = (mask, layout, seqlen, world_size)
-    mine = layouts.positions(layout, seqlen, world_size, rank).numpy()
+    ring = _ring(mask, layout, seqlen, world_size)
+    mine = ring.positions(rank)
     bounds = [(_Ends(lo.take(mine, axis=-1)), _Ends(hi.take(mine, axis=-1))) for lo, hi in bounds_of(mask, seqlen)]
     hops = [Hop(0, (), (), tuple(_blocks(bounds, mine)))]
-    for offset in _offsets(*ring):
+    for offset in ring.offsets:
         source, target = (rank - offset) % world_size, (rank + offset) % world_size
-        send, recv = _needed(*ring, target, rank), _needed(*ring, rank, source)
-        theirs = layouts.positions(layout, seqlen, world_size, source).numpy()
+        send, recv = ring.needed(target, rank), ring.needed(rank, source)
+        theirs = ring.positions(source)
         keys = np.concatenate([theirs[:0], *(theirs[r.start : r.stop] for r in recv)])
         hops.append(Hop(offset, send, recv, tuple(_blocks(bounds, keys))))
     return Plan(mask, layout, seqlen, world_size, rank, tuple(hops))
