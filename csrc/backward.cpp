@@ -145,7 +145,7 @@ class Worker {
     }
 
     void close(const Tile<U> &tile) {
-        if (tile.sight.any.is_empty()) return;
+        if (tile.sight.any.is_empty() || !args_.dq.data) return;
         const Place &place = tile.place;
         unpack_lanes(tile.dq, args_.head_dim, rows_);
         for (int64_t i = 0; i < place.count; i++)
@@ -161,7 +161,7 @@ class Worker {
         // Neighbours use the same rows of the tiles, so that each thread takes a run of panels.
         const int64_t run = round_up((seen.end - seen.begin + size_ - 1) / size_, PANEL);
         const Span mine = {seen.begin + rank_ * run, least(seen.begin + (rank_ + 1) * run, seen.end)};
-        if (mine.is_empty()) return;
+        if (mine.is_empty() || !args_.dk.data) return;
         to_keys(count, mine, &Tile<U>::p, &Tile<U>::dout_rows, block.rows(args_.dv, RA_FLOAT32, args_.v_head_dim));
         to_keys(count, mine, &Tile<U>::ds, &Tile<U>::q_rows, block.rows(args_.dk, RA_FLOAT32, args_.head_dim));
     }
@@ -182,6 +182,7 @@ class Worker {
             dot(team_->v + panel * v_ld_ / U::per, v_ld_ / U::per, tile.dout, units_of<U>(args_.v_head_dim), dp_);
             differentiate(tile, block, panel);
         }
+        if (!args_.dq.data) return;
         const int64_t first = tile.keys.begin / U::per, units = (tile.keys.end - tile.keys.begin) / U::per;
         const Unit *const ds = ds_along_ + first * LANES, *const k = team_->k_along + first * k_ld_;
         for (int64_t d = 0; d < args_.head_dim; d += PANEL) {

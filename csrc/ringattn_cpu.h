@@ -66,7 +66,8 @@ enum { RA_OK = 0, RA_OUT_OF_MEMORY = 1, RA_NO_SUCH_LEVEL = 2, RA_BAD_ARGUMENT = 
 // above, and then has written nothing. level: one bit, or -1 for ra_best_level().
 RA_EXPORT int ra_forward(const ra_args *args, int level);
 
-// Adds to dq, dk, dv; reads q, k, v, dout, lse, delta and bounds. Returns as ra_forward does.
+// Adds to dq, dk, dv; dq, or both others, may be null and are not computed then. Reads q, k, v, dout, lse, delta and
+// bounds. Returns as ra_forward does.
 RA_EXPORT int ra_backward(const ra_args *args, int level);
 
 // The levels that this library has and this processor runs, as a bit mask.

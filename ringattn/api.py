@@ -182,7 +182,8 @@ def ring_attention(
         seed: of the dropout, an integer of up to 64 bits, the same on every rank; required with dropout.
         head_offset: global index of head 0 of q, so that ranks of tensor parallelism drop different weights.
         backend: "auto" or a name out of `ringattn.backends()`.
-        deterministic: False: the same bits on two runs of one setting. "bitwise" is refused for now.
+        deterministic: False: the same bits on two runs of one setting. "bitwise": the same bits of out, lse and the gradients of q, k
+            and v at every world size, layout and number of threads, for O(N) rows of memory and more time (docs/numerics.md).
         timeout: seconds that one wait for another rank may take; default: the group's own. With NCCL it holds for the comparison
             of arguments; a hop there does not block the host, and the group's watchdog times it.
         validate: compare all ranks' arguments first, by one small message to each on the CPU. Without it ranks that disagree may hang.

@@ -73,7 +73,10 @@ def prepare(
         except Exception as error:  # whatever a mask of the user's own may raise: the others must hear of it
             calls.append(error)
     if args.validate and ring[0].world_size > 1:
-        cards = [_card(call, shard, sinks) for call, shard in zip(calls, zip(q, k, v, strict=True), strict=True)]
+        cards = [
+            _card(call, shard, sinks, args.deterministic)
+            for call, shard in zip(calls, zip(q, k, v, strict=True), strict=True)
+        ]
         if len(cards) < ring[0].world_size:
             cards = handshake.exchange(cards[0], args.group, args.timeout)
         handshake.compare(cards)
@@ -138,11 +141,7 @@ def _checked(
         )
     if not 0 <= args.head_offset < 2**31:
         raise ValueError(f"{name}: head_offset is {args.head_offset}; it must be at least 0 and below 2**31.")
-    if args.deterministic == "bitwise":
-        raise NotImplementedError(
-            f"{name}: deterministic='bitwise' is not supported yet; deterministic=False already gives the same bits on two runs of one setting."
-        )
-    if args.deterministic:
+    if args.deterministic not in ("", "bitwise"):
         raise ValueError(f"{name}: deterministic is {args.deterministic!r}; it must be False or 'bitwise'.")
     if mask.batch is not None and mask.batch != b:
         raise ValueError(
@@ -173,7 +172,9 @@ def _checked(
     return Call(plan, transport, choose(args.backend, request), options)
 
 
-def _card(call: Call | Exception, shards: tuple[Tensor, ...], sinks: Tensor | None) -> handshake.Card:
+def _card(
+    call: Call | Exception, shards: tuple[Tensor, ...], sinks: Tensor | None, deterministic: str
+) -> handshake.Card:
     """What a rank tells the others: all that must be the same, or its error."""
     if isinstance(call, Exception):
         return handshake.card_of(call)
@@ -190,4 +191,5 @@ def _card(call: Call | Exception, shards: tuple[Tensor, ...], sinks: Tensor | No
         "layout": layouts.fingerprint(plan.layout),
         "options": repr(call.options),
         "backend": call.backend.name,
+        "deterministic": deterministic or "False",
     }

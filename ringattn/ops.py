@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn import schedule
+from ringattn import bitwise, schedule
 from ringattn.call import Arguments, Call, prepare
 from ringattn.kernels import state_dtype
 
@@ -73,8 +73,9 @@ def _drive(calls: list[Call], passes: list[schedule.Pass]) -> list[Any]:
 def _attention(q: Tensors, k: Tensors, v: Tensors, sinks: Tensor | None, *args: Any) -> tuple[Tensors, Tensors]:
     calls = prepare(q, k, v, sinks, Arguments(*args))
     q, k, v = map(_last_dim_contiguous, (q, k, v))
+    run = bitwise if Arguments(*args).deterministic else schedule
     passes = [
-        schedule.forward(call.plan, call.transport, call.backend, *shards, sinks, call.options)
+        run.forward(call.plan, call.transport, call.backend, *shards, sinks, call.options)
         for call, *shards in zip(calls, q, k, v, strict=True)
     ]
     results = _drive(calls, passes)
@@ -102,8 +103,9 @@ def _backward(
     # what forward compared has not changed since
     calls = prepare(q, k, v, sinks, Arguments(*args[:-1], validate=False))
     q, k, v, dout = map(_last_dim_contiguous, (q, k, v, dout))
+    run = bitwise if Arguments(*args).deterministic else schedule
     passes = [
-        schedule.backward(call.plan, call.transport, call.backend, do, dl, *shards, sinks, o, stats, call.options)
+        run.backward(call.plan, call.transport, call.backend, do, dl, *shards, sinks, o, stats, call.options)
         for call, do, dl, *shards, o, stats in zip(calls, dout, dlse, q, k, v, out, lse, strict=True)
     ]
     dq, dk, dv, dsinks = (list(t) for t in zip(*_drive(calls, passes), strict=True))

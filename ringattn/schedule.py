@@ -16,7 +16,7 @@ from ringattn.kernels import Backend, Bounds, Grads, Options, State, state_dtype
 from ringattn.plan import Block, Hop, Plan
 from ringattn.transport import Handle, Transport
 
-__all__ = ["backward", "drive", "forward"]
+__all__ = ["Pass", "backward", "drive", "forward", "sink_gradient"]
 
 Pass = Generator[Handle, None, Any]
 
@@ -265,13 +265,15 @@ def _gradients(
             handle, keys, values = coming
             yield handle
 
-    dsinks = None
-    if sinks is not None:
-        # a sink is a key with value 0 whose logit is its own: dlogit = -p * delta
-        # where lse is -inf the sink is too, and weighs nothing
-        weight = torch.exp(sinks.to(dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
-        dsinks = -(weight * delta).sum((0, 2))
-    return dq, dk, dv, dsinks
+    return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """What some rows add to the gradient of sinks, `[H]`, from their `lse` and `delta` `[B, H, S]`."""
+    # a sink is a key with value 0 whose logit is its own: dlogit = -p * delta
+    # where lse is -inf the sink is too, and weighs nothing
+    weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
+    return -(weight * delta).sum((0, 2))
 
 
 def _flops(plan: Plan, hop: Hop, q: Tensor, v: Tensor, backward: bool = False) -> int:

@@ -134,11 +134,6 @@ REFUSALS = {
         ValueError,
         "ring_attention: timeout is 0.0; it must be positive seconds, or None for the group's own.",
     ),
-    "bitwise": (
-        {"deterministic": "bitwise"},
-        NotImplementedError,
-        "ring_attention: deterministic='bitwise' is not supported yet; deterministic=False already gives the same bits on two runs",
-    ),
     "deterministic": (
         {"deterministic": "always"},
         ValueError,
@@ -244,11 +239,6 @@ ODD = {
         "ValueError",
         r"ring_attention: sinks is torch\.float32 \(3,\) on cpu; it must be .* on cpu\. \(found on rank 1 of 3\)",
     ),
-    "deterministic": (
-        {"deterministic": "bitwise"},
-        "NotImplementedError",
-        r"ring_attention: deterministic='bitwise' is not supported yet; .* \(found on rank 1 of 3\)",
-    ),
     "layout unknown": (
         {"layout": "spiral"},
         "ValueError",
@@ -274,6 +264,11 @@ ODD = {
         {"softcap": 2.0},
         "ValueError",
         rf"ring_attention: ranks disagree on options: .*softcap=None.* on ranks 0, 2; .*softcap=2\.0.* on rank 1; {SAME}",
+    ),
+    "deterministic": (
+        {"deterministic": "bitwise"},
+        "ValueError",
+        rf"ring_attention: ranks disagree on deterministic: False on ranks 0, 2; bitwise on rank 1; {SAME}",
     ),
     "message longer than a card": (
         {"layout": "é" * 2000},
@@ -436,6 +431,6 @@ def test_ranks_beside_one_that_died_raise_in_time(when, validate):
             want = rf"ring_attention: rank {rank} of 3 got no answer from rank 1 before hop 0: .*; that rank died, left, or makes another "
             want += r"call\. Look at its log first\."
         else:
-            want = rf"ring_attention: rank {rank} of 3 failed (sending to|receiving from) rank \d.* on (the gradients' way home of )?hop [12] "
-            want += r"\(limit 5 s\): .*; that rank died, left, or hangs\. Look at its log first\."
+            want = rf"ring_attention: rank {rank} of 3 failed (sending to|receiving from) rank \d.* on (the gradients' way home of )?hop [12]( of pass [12] "
+            want += r"over its group)? \(limit 5 s\): .*; that rank died, left, or hangs\. Look at its log first\."
         assert re.fullmatch(want, message), message

@@ -84,11 +84,14 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Grads:
-    """Where a backward block adds its gradients, all in `state_dtype`: `dq` `[B, S, H, D]`, `dk` `[B, T, Hkv, D]`, `dv` `[B, T, Hkv, Dv]`."""
+    """Where a backward block adds its gradients, all in `state_dtype`: `dq` `[B, S, H, D]`, `dk` `[B, T, Hkv, D]`, `dv` `[B, T, Hkv, Dv]`.
 
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    Without `dq`, or without both `dk` and `dv`, those are not computed; the others have the same bits.
+    """
+
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
 
 
 class Backend(Protocol):
@@ -98,6 +101,13 @@ class Backend(Protocol):
 
     def supports(self, request: Request) -> str | None:
         """None where the backend serves the request, else the reason why not."""
+        ...
+
+    def anchor(self, device: torch.device) -> int:
+        """Tiles of rows and of keys begin at multiples of this in a call, or may: what a row or key gets depends on no other tile.
+
+        So calls cut there, that give a row the same keys in the same order, give it the same bits.
+        """
         ...
 
     def forward(

@@ -30,8 +30,9 @@ class _Tile:
 
 
 def _split(start: int, stop: int, size: int, is_full: bool) -> Iterator[tuple[slice, bool]]:
-    for first in range(start, stop, size):
-        yield slice(first, min(first + size, stop)), is_full
+    """Keys [start, stop) cut at multiples of `size`."""
+    for first in range(start // size * size, stop, size) if start < stop else ():
+        yield slice(max(first, start), min(first + size, stop)), is_full
 
 
 def _tiles(bounds: Bounds, seqlen: int, keys: int) -> list[_Tile]:
@@ -127,6 +128,10 @@ class Reference:
         if not request.dtype.is_floating_point:
             return f"dtype is {request.dtype}; a floating dtype is required"
         return None
+
+    def anchor(self, device: torch.device) -> int:
+        """A multiple of both sides of a tile."""
+        return max(_TILE.get(device.type, _TILE_ELSEWHERE))
 
     def forward(
         self,
@@ -237,7 +242,7 @@ class Reference:
         # Where lse is NaN, out was, and so is delta.
         is_strict = not bounds.is_full and not _is_finite(q, k, v, dout, delta)
         keys, values = as_heads.fold(k), as_heads.fold(v)
-        dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+        dk, dv = (None if g is None else torch.zeros_like(x) for g, x in ((grads.dk, keys), (grads.dv, values)))
         for tile in _tiles(bounds, seqlen, k.shape[1]):
             queries = as_heads.fold(q[:, tile.rows]) * block.q_scale
             # Dropout multiplies by keep / (1 - p) twice below; the division is done here, once.
@@ -262,16 +267,22 @@ class Reference:
                     as_heads.hide_(kept, hidden, 0.0)
                     as_heads.hide_(ds, hidden, 0.0)
                     seen = as_heads.spread(hidden)
-                    dv[:, at] += _matmul_seen(kept.mT, douts, seen.mT)
-                    dk[:, at] += _matmul_seen(ds.mT, queries, seen.mT) * block.dk_scale
-                    dq += _matmul_seen(ds, keys[:, at], seen)
+                    if dk is not None and dv is not None:
+                        dv[:, at] += _matmul_seen(kept.mT, douts, seen.mT)
+                        dk[:, at] += _matmul_seen(ds.mT, queries, seen.mT) * block.dk_scale
+                    if grads.dq is not None:
+                        dq += _matmul_seen(ds, keys[:, at], seen)
                 else:
-                    dv[:, at].baddbmm_(kept.mT, douts)
-                    dk[:, at].baddbmm_(ds.mT, queries, alpha=block.dk_scale)
-                    dq.baddbmm_(ds, keys[:, at])
-            grads.dq[:, tile.rows].add_(as_heads.unfold(dq, heads), alpha=options.softmax_scale)
-        grads.dk.add_(as_heads.unfold(dk, k.shape[2]))
-        grads.dv.add_(as_heads.unfold(dv, k.shape[2]))
+                    if dk is not None and dv is not None:
+                        dv[:, at].baddbmm_(kept.mT, douts)
+                        dk[:, at].baddbmm_(ds.mT, queries, alpha=block.dk_scale)
+                    if grads.dq is not None:
+                        dq.baddbmm_(ds, keys[:, at])
+            if grads.dq is not None:
+                grads.dq[:, tile.rows].add_(as_heads.unfold(dq, heads), alpha=options.softmax_scale)
+        if grads.dk is not None and grads.dv is not None:
+            grads.dk.add_(as_heads.unfold(dk, k.shape[2]))
+            grads.dv.add_(as_heads.unfold(dv, k.shape[2]))
 
 
 class _Block:

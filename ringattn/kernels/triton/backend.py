@@ -92,6 +92,10 @@ class Triton:
             return f"the GPU is {arch}, for which there are no tiles; use 'reference'"
         return None
 
+    def anchor(self, device: torch.device) -> int:
+        """A multiple of both sides of every tile of `tiles.py`."""
+        return 128
+
     def forward(
         self,
         state: State,
