@@ -18,6 +18,7 @@ LAYERS = (
     ("plan",),
     ("kernels", "transport", "balance", "roofline"),
     ("merge", "schedule", "handshake"),
+    ("bitwise",),
     ("call",),
     ("ops",),
     ("api",),
