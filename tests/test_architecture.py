@@ -23,7 +23,7 @@ LAYERS = (
     ("ops",),
     ("api",),
     ("", "virtual"),  # the nameless one is ringattn/__init__.py
-    ("hf", "testing", "picture"),
+    ("hf", "testing", "picture", "compat"),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
