@@ -17,7 +17,7 @@ LAYERS = (
     ("layout", "same_host"),
     ("plan",),
     ("kernels", "transport", "balance", "roofline"),
-    ("merge", "schedule", "handshake"),
+    ("merge", "schedule", "handshake", "decode"),
     ("bitwise",),
     ("call",),
     ("ops",),

@@ -765,9 +765,9 @@ HOLE = torch.tensor([[1, 1, 0, 1, 0, 0]])
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        (NotImplementedError, {"past_key_values": "x"}, ["past_key_values is 'x'", "generation", "pass None"]),
-        (NotImplementedError, {"cache": object()}, ["cache is a object", "generation"]),
-        (NotImplementedError, {"use_cache": True}, ["use_cache is True; it must be False"]),
+        (NotImplementedError, {"past_key_values": "x"}, ["past_key_values is 'x'; only a DynamicCache is supported"]),
+        (NotImplementedError, {"cache": object()}, ["cache is a object; only a DynamicCache is supported"]),
+        (NotImplementedError, {"use_cache": 3}, ["use_cache is 3; it must be True or False"]),
         (NotImplementedError, {"output_attentions": True}, ["output_attentions is True; it must be False"]),
         (NotImplementedError, {"is_causal": False}, ["is_causal is False; it must be True"]),
         (

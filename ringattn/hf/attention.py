@@ -1,6 +1,7 @@
 """The attention function that transformers calls, and what it is told."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringattn
+from ringattn.decode import decode_attention
 from ringattn.hf.families import QUERY_SCALES
 from ringattn.hf.loss import LossParts
 from ringattn.hf.pattern import Asked, Pattern, one_process
 from ringattn.layout import Layout
 from ringattn.masks import Mask
 
-__all__ = ["ATTACHED", "FIRST", "INDEX", "NAME", "Group", "RingContext", "Seen", "attention", "mixed", "text"]
+__all__ = ["ATTACHED", "FIRST", "INDEX", "NAME", "Decode", "Group", "RingContext", "Seen", "attention", "mixed", "text"]
 
 NAME = "ringattn"
 ATTACHED = "_ringattn_attached"  # on every module of an attached model: its attention calls must be told
@@ -30,6 +32,7 @@ HANDLED = (
 )
 # These may reach it too, and are refused unless they have this value.
 OFF = {"use_cache": False, "output_attentions": False, "logits_to_keep": 0}
+CACHED = ("use_cache", "logits_to_keep")  # with a cache the pre-hook has dealt with these too
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -49,6 +52,13 @@ class Seen:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Decode:
+    """What new tokens, which every rank has, see of this rank's cache: `bounds(pattern, keys) -> (lo, hi)`, int32 `[B or 1, S]`."""
+
+    bounds: Callable[[Pattern, int], tuple[Tensor, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class RingContext:
     """What every attention call of one forward is told.
 
@@ -65,6 +75,8 @@ class RingContext:
         seed: of this forward's dropout, or None where there is none.
         loss: where `attach` and not the model makes the loss, what it is made of; else None.
         last: the largest position of the whole batch, if the model's RoPE depends on it.
+        last_rank: with a cache, the rank that holds the last row of the prompt, whose logits all ranks return.
+        decode: with a cache that holds a prompt, what its attention is; `seqlen` and `rows` count the new tokens then.
         seen: a list to which calls are added instead of computed: the trial of `attach`.
     """
 
@@ -80,6 +92,8 @@ class RingContext:
     seed: int | None = None
     loss: LossParts | None = None
     last: int | None = None
+    last_rank: int | None = None
+    decode: Decode | None = None
     seen: list[Seen] | None = None
 
 
@@ -114,6 +128,8 @@ def attention(
             continue
         if name not in OFF:
             raise _refused(module, name, extra, "None or left out")
+        if name in CACHED and ring is not None and (ring.decode is not None or ring.last_rank is not None):
+            continue
         if not isinstance(extra, bool | int) or extra != OFF[name]:
             raise _refused(module, name, extra, f"{OFF[name]} or left out")
     options = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
@@ -124,13 +140,20 @@ def attention(
                 "layer. A model that does not hand keyword arguments down to its attention is not supported."
             )
         return _alone(module, query, key, value, attention_mask, pattern, options), None
+    if (rescale := QUERY_SCALES.get(type(module).__name__)) is not None:
+        query = rescale(module, query, ring.places)
+    if ring.decode is not None:
+        if dropout:
+            raise _refused(module, "dropout", dropout, "0.0 with a cache; call model.eval()")
+        del options["dropout_p"]
+        lo, hi = ring.decode.bounds(pattern, key.shape[2])
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return decode_attention(q, k, v, lo, hi, group=ring.group, backend=ring.backend, **options), None
     for name, rows in (("query", query.shape[2]), ("key", key.shape[2]), ("value", value.shape[2])):
         if rows != max(ring.rows, 1):
             raise ValueError(
                 f"{_who(module)}: {name} has {rows} rows and this rank {ring.rows} of {ring.seqlen}; they must agree."
             )
-    if (rescale := QUERY_SCALES.get(type(module).__name__)) is not None:
-        query = rescale(module, query, ring.places)
     if ring.seen is not None:
         return _note(module, query, key, value, pattern, softcap, s_aux, ring.seen), None
     if pattern not in ring.masks:

@@ -74,7 +74,7 @@ def _lines(
         mark(model, True)
         facts = state.facts or state.learn(who, model, config)
         hook = Hook(state, model, is_outer=True)
-        given = hook.given(who, (), dict(batch))
+        given = hook.given(who, (), dict(batch), config)
         ring = hook.local(who, given, facts, config)[0]["ring"]
     except (NotImplementedError, ValueError, FloatingPointError) as error:
         return [f"{type(model).__name__}: refused: {error}"]

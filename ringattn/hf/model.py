@@ -16,6 +16,7 @@ from ringattn.handshake import exchange, share_verdict
 from ringattn.hf.attention import ATTACHED, FIRST, INDEX, NAME, Group, RingContext, mixed, text
 from ringattn.hf.batch import document_starts, make_masks, places, shift
 from ringattn.hf.families import RECURRENT
+from ringattn.hf.generate import Prompt, begin, check_cache, continued, prompt_of
 from ringattn.hf.loss import IGNORED, LossParts, with_loss
 from ringattn.hf.trial import CONVENTIONS, Facts, try_out
 from ringattn.layout import Layout, positions, resolve
@@ -151,7 +152,15 @@ class State:
 
     def learn(self, who: str, model: nn.Module, config: Any, *, is_called: bool = False) -> Facts:
         """Make the trial, and number the attention modules in the order of their calls."""
-        self.facts = try_out(who, model, config, is_called=is_called)
+        ropes = [
+            (rope, dict(vars(rope)), {k: b.clone() for k, b in rope.named_buffers()}) for rope in _local_ropes(model)
+        ]
+        try:
+            self.facts = try_out(who, model, config, is_called=is_called)
+        finally:
+            for rope, attributes, buffers in ropes:  # they remember the longest sequence that they have seen
+                vars(rope).update(attributes)
+                rope._buffers = {**rope._buffers, **buffers}
         for index, call in enumerate(reversed(self.facts.calls), 1):
             setattr(call.module, INDEX, len(self.facts.calls) - index)
         setattr(self.facts.calls[0].module, FIRST, True)
@@ -305,7 +314,7 @@ class Hook:
 
     def __init__(self, state: State, module: nn.Module, is_outer: bool) -> None:
         self.state, self.settings = state, state.settings
-        self.parameters, self.is_outer = _parameters(module), is_outer
+        self.module, self.parameters, self.is_outer = module, _parameters(module), is_outer
 
     @torch.compiler.disable
     def before(
@@ -325,7 +334,7 @@ class Hook:
         refusal: Exception | None = None
         try:
             check_attached(who, config)
-            given = self.given(who, args, kwargs)
+            given = self.given(who, args, kwargs, config)
             local, labels = self.local(who, given, self._facts(who, module, config), config)
         except (ValueError, NotImplementedError) as error:
             refusal = error
@@ -368,12 +377,23 @@ class Hook:
         ring = kwargs.get("ring")
         if not isinstance(ring, RingContext) or ring.is_outer != self.is_outer:
             return None
+        if ring.last_rank is not None:
+            return self._last_logits(output, ring.last_rank)
         if ring.loss is not None:
             output = with_loss(output, ring.loss)
         return output if ring.rows else _no_rows(output)
 
-    def given(self, who: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments that are not None, by name, those apart that have only one value."""
+    def _last_logits(self, output: Any, last_rank: int) -> Any:
+        """`output` with the logits of the prompt's last token, on every rank."""
+        if "logits" in output:
+            last = output["logits"][:, -1:].contiguous()
+            if _size(self.settings.group) > 1:
+                dist.broadcast(last, group=_process_group(self.settings.group), group_src=last_rank)
+            output["logits"] = last
+        return output
+
+    def given(self, who: str, args: tuple[Any, ...], kwargs: dict[str, Any], config: Any) -> dict[str, Any]:
+        """All arguments that are not None, by name, those apart that have only one value; "cache" may be None."""
         if len(args) > len(self.parameters):
             raise ValueError(
                 f"{who}: arguments by position are {len(args)}; they must be at most {len(self.parameters)}: "
@@ -383,18 +403,28 @@ class Hook:
         if twice := [name for name in by_position if name in kwargs]:
             raise ValueError(f"{who}: {twice[0]} is given by position and by name; it must be given once.")
         found = {name: value for name, value in {**by_position, **kwargs}.items() if value is not None}
+        found["cache"] = check_cache(who, found, config)
         self._refuse(who, found)
         return found
 
     def _refuse(self, who: str, given: dict[str, Any]) -> None:
         """Raise at what is not honoured, and take out of `given` what then has only one value."""
-        for name in ("past_key_values", "cache"):
-            if name in given:
+        if given["cache"] is not None:
+            value = given.pop("logits_to_keep", 0)
+            if prompt_of(given["cache"]) is not None:
+                given["kept"] = value  # all ranks have all of the new rows
+            elif not isinstance(value, int) or value not in (0, 1):
                 raise NotImplementedError(
-                    f"{who}: {name} is {text(given[name])}; generation over a ring is not supported yet, pass None."
+                    f"{who}: logits_to_keep is {text(value)}; for a prompt it must be 1: all ranks return the logits of the last token."
                 )
+            if given.get("return_dict", True) is not True:
+                raise NotImplementedError(
+                    f"{who}: return_dict is {text(given['return_dict'])}; with a cache it must be True."
+                )
+            for name in ("labels", "shift_labels"):
+                if name in given:
+                    raise NotImplementedError(f"{who}: {name} are given with a cache; leave them out, or the cache.")
         for name, good, why in (
-            ("use_cache", False, "generation over a ring is not supported yet"),
             ("output_attentions", False, "attention weights are never formed"),
             ("is_causal", True, "what a layer sees is in its mask; set it in the config"),
             ("logits_to_keep", 0, "a rank's last rows are not the last of the sequence; cut the gathered logits"),
@@ -402,7 +432,9 @@ class Hook:
             value = given.pop(name, good)
             if not isinstance(value, bool | int) or value != good:
                 raise NotImplementedError(f"{who}: {name} is {text(value)}; it must be {good}: {why}.")
-        known = {*READ, *PASSED} - (set() if "labels" in self.parameters else {"labels", "shift_labels"})
+        known = {*READ, *PASSED, "cache", "kept"} - (
+            set() if "labels" in self.parameters else {"labels", "shift_labels"}
+        )
         for name, value in given.items():
             if name not in known:
                 raise NotImplementedError(f"{who}: {name} is {text(value)}, which is not known here; leave it out.")
@@ -424,6 +456,8 @@ class Hook:
             if got != shape and not (name == "position_ids" and got == (1, seqlen)):
                 raise ValueError(f"{who}: {name} has shape {got}; it must be that of the whole batch, {shape}.")
 
+        if (prompt := prompt_of(given["cache"])) is not None:
+            return self._continued(who, given, prompt, source, sources[0], config), None
         patterns = dict.fromkeys(call.pattern for call in facts.calls)
         starts = document_starts(who, given, batch, seqlen)
         masks = make_masks(who, given, starts, seqlen, patterns)
@@ -437,7 +471,12 @@ class Hook:
         local = {name: given[name] for name in PASSED if name in given}
         local[sources[0]] = source.index_select(1, index)
         local["position_ids"] = ids.index_select(1, index)
-        local["use_cache"] = False
+        cache = given["cache"]
+        local.update(self._with_cache(cache, 1))
+        if cache is not None:
+            size, rank = _size(s.group), _rank(s.group)
+            mine_at = positions(layout, seqlen, size, rank)
+            begin(who, cache, given, starts, mine_at, seqlen, rank == size - 1)
         has_experts = self._has_experts(who, given, facts, config)
         if has_experts:
             local["output_router_logits"] = True
@@ -475,8 +514,45 @@ class Hook:
             if has_experts or (mine is not None and not facts.is_split)
             else None,
             last=last,
+            last_rank=None if cache is None else _holder(layout, seqlen, _size(s.group)),
         )
         return local, labels
+
+    def _with_cache(self, cache: Any, logits_to_keep: Any) -> dict[str, Any]:
+        """What says to the model which cache it has, and which rows' logits it is to make."""
+        if cache is None:
+            return {"use_cache": False}
+        name = "cache" if "cache" in inspect.signature(self.module.forward).parameters else "past_key_values"
+        return {"use_cache": True, name: cache} | (
+            {"logits_to_keep": logits_to_keep} if "logits_to_keep" in self.parameters else {}
+        )
+
+    def _continued(
+        self, who: str, given: dict[str, Any], prompt: Prompt, source: Tensor, name: str, config: Any
+    ) -> dict[str, Any]:
+        """The arguments for tokens after a prompt, which every rank computes."""
+        rows = source.shape[1]
+        if "position_ids" not in given:
+            raise NotImplementedError(f"{who}: position_ids is None with a cache that holds a prompt; give them.")
+        ids = given["position_ids"]
+        at = torch.arange(prompt.total, prompt.total + rows) - prompt.left[:, None]
+        local = {key: given[key] for key in PASSED if key in given}
+        local |= {name: source, "position_ids": ids, **self._with_cache(given["cache"], given["kept"])}
+        s = self.settings
+        local["ring"] = RingContext(
+            s.group,
+            "contiguous",
+            rows,
+            rows,
+            {},
+            s.backend,
+            s.timeout,
+            self.is_outer,
+            at.to(source.device),
+            last=int(ids.max()) if _has_local_rope(config) else None,
+            decode=continued(who, prompt, given, rows),
+        )
+        return local
 
     def _has_experts(self, who: str, given: dict[str, Any], facts: Facts, config: Any) -> bool:
         """Whether the loss holds the auxiliary loss of experts."""
@@ -539,6 +615,11 @@ class Hook:
             if s.data_group is not None:
                 dist.all_reduce(items, group=_process_group(s.data_group))
         return torch.as_tensor(items, device=labels.device).clamp(min=1) / (_size(s.group) * _size(s.data_group))
+
+
+def _holder(layout: Layout, seqlen: int, world_size: int) -> int:
+    """The rank that holds the last token."""
+    return next(r for r in range(world_size) if seqlen - 1 in positions(layout, seqlen, world_size, r)[-1:])
 
 
 def _no_rows(output: Any) -> Any:
