@@ -46,7 +46,9 @@ def soak(rank, world_size, seconds, calls):
     began, done = time.monotonic(), 0
     going = torch.ones(1)
     while True:
-        if done % DIFFERENT_CALLS == 0:  # the same again, so that what caches hold is the same too and only a leak grows
+        if (
+            done % DIFFERENT_CALLS == 0
+        ):  # the same again, so that what caches hold is the same too and only a leak grows
             draw.seed(0)
         n, layout = draw.randrange(2, 400), draw.choice(["contiguous", "zigzag", "striped"])
         mask, heads = random_mask(draw, n), draw.choice([1, 2, 4])

@@ -81,7 +81,7 @@ def attach(
     Args:
         model: a language model (one that gives a row of logits for each token) or bare decoder or encoder, loaded with
             `attn_implementation="ringattn"`. Which classes are right is in docs/models.md; a model whose tokens meet
-            outside of the attention function is found by a trial on a dozen tokens and refused. The trial is made here,
+            outside of the attention function is found by a trial on a dozen tokens and refused. A PEFT model is attached inside its wrapper. The trial is made here,
             or, if the weights are not there yet (on the meta device, or not finite), before the first batch.
         group: a process group, a mesh of one axis, or None for one process.
         layout: "zigzag" (default), "contiguous", "striped", a layout value, or "auto": for each batch that of
@@ -107,6 +107,9 @@ def attach(
         >>> attach(model, None)(torch.zeros(1, 5, dtype=torch.long)).logits.shape
         torch.Size([1, 5, 8])
     """
+    if callable(inner := getattr(model, "get_base_model", None)):  # PEFT's wrapper, which hands the batch on
+        attach(inner(), group, layout, loss_scale=loss_scale, data_group=data_group, backend=backend, timeout=timeout)
+        return model
     _check_group("group", group)
     _check_group("data_group", data_group)
     config = check_model(model, _size(group))
