@@ -38,10 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--config", type=Path, help="YAML file, argument: value; the command line wins")
-    parser.add_argument("--dp-replicate-size", type=int, default=1)
-    parser.add_argument("--dp-shard-size", type=int, default=1)
-    parser.add_argument("--cp-size", type=int, default=1)
-    parser.add_argument("--tp-size", type=int, default=1)
+    NDConfig.add_arguments(parser)
     parser.add_argument("--layout", default="zigzag", help="which positions of the sequence each cp rank holds")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--sequence-length", type=int, default=1024, help="tokens, over all cp ranks")
@@ -196,12 +193,7 @@ def main() -> None:
     args = parse_args()
     # With tp the logits are a view of what FSDP returns, which must not be written to in place; nothing here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    config = NDConfig(
-        dp_replicate_size=args.dp_replicate_size,
-        dp_shard_size=args.dp_shard_size,
-        cp_size=args.cp_size,
-        tp_size=args.tp_size,
-    )
+    config = NDConfig.from_args(args)
     mesh = init_mesh(config, None if args.device == "auto" else args.device)
     is_first = dist.get_rank() == 0
 

@@ -1,8 +1,9 @@
-"""The environment that torchrun gives a process; no other module of the package reads it."""
+"""The environment that torchrun and `accelerate launch` give a process; no other module of the package reads it."""
 
 import os
+from collections.abc import Iterable
 
-__all__ = ["local_rank", "local_world_size", "rank", "world_size"]
+__all__ = ["local_rank", "local_world_size", "parallelism", "parallelism_name", "rank", "world_size"]
 
 
 def _integer(name: str, default: int) -> int:
@@ -14,7 +15,7 @@ def _integer(name: str, default: int) -> int:
     except ValueError:
         raise RuntimeError(
             f"ndwrap: the environment variable {name} is {text!r}; it must be an integer. "
-            "Launch with torchrun, or unset it."
+            "Launch with torchrun or accelerate, or unset it."
         ) from None
 
 
@@ -36,3 +37,13 @@ def local_world_size(default: int) -> int:
 def local_rank() -> int:
     """The index of this process on its host, `LOCAL_RANK`; default 0."""
     return _integer("LOCAL_RANK", 0)
+
+
+def parallelism_name(size: str) -> str:
+    """The variable of a size of the mesh, e.g. `PARALLELISM_CONFIG_CP_SIZE` of `cp_size`."""
+    return f"PARALLELISM_CONFIG_{size.upper()}"
+
+
+def parallelism(sizes: Iterable[str]) -> dict[str, int]:
+    """Sizes of the mesh by name; 1 where the variable is not set."""
+    return {size: _integer(parallelism_name(size), 1) for size in sizes}

@@ -1,5 +1,6 @@
 """How many ranks each axis of the mesh has."""
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -8,7 +9,18 @@ from typing import Any, Self
 
 import yaml
 
+from ndwrap import _env
+
 __all__ = ["NDConfig"]
+
+# What Axolotl calls the fields that it has other names for.
+AXOLOTL = {"cp_size": "context_parallel_size", "tp_size": "tensor_parallel_size"}
+MEANINGS = {
+    "dp_replicate_size": "groups that hold the whole model each",
+    "dp_shard_size": "data parallel ranks that share one copy of the model",
+    "cp_size": "ranks that share each sequence",
+    "tp_size": "ranks that share each matrix product",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +38,9 @@ class NDConfig:
 
     Raises:
         ValueError: a size is neither an integer >= 1 nor -1, or more than one is -1.
+
+    It is read from, and written to, a mapping, a YAML file, a command line, Accelerate's environment variables and
+    `ParallelismConfig`, and Axolotl's names.
 
     Example:
         >>> NDConfig(dp_shard_size=2, cp_size=4).total_size
@@ -80,6 +95,99 @@ class NDConfig:
                 f"NDConfig: {path} holds a {type(sizes).__name__}; it must be a mapping such as `cp_size: 2`."
             )
         return cls.from_dict(sizes or {})
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Write the sizes to a file that `from_yaml` reads."""
+        Path(path).write_text(yaml.safe_dump(self.sizes, sort_keys=False))
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Add `--dp-replicate-size`, `--dp-shard-size`, `--cp-size` and `--tp-size` to a command line; the default of each is 1."""
+        group = parser.add_argument_group("mesh", "sizes of the mesh; one may be -1, what the others leave")
+        for name, size in cls().sizes.items():
+            group.add_argument(
+                f"--{name.replace('_', '-')}",
+                type=int,
+                default=size,
+                metavar="N",
+                help=f"{MEANINGS[name]} (default: %(default)s)",
+            )
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Self:
+        """The config of a command line with `add_arguments`.
+
+        Example:
+            >>> parser = argparse.ArgumentParser()
+            >>> NDConfig.add_arguments(parser)
+            >>> NDConfig.from_args(parser.parse_args(["--cp-size", "4"])).cp_size
+            4
+        """
+        return cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls)})
+
+    def to_args(self) -> list[str]:
+        """The command line that `from_args` reads.
+
+        Example:
+            >>> NDConfig(cp_size=4).to_args()[4:]
+            ['--cp-size', '4', '--tp-size', '1']
+        """
+        return [text for name, size in self.sizes.items() for text in (f"--{name.replace('_', '-')}", str(size))]
+
+    @classmethod
+    def from_env(cls) -> Self:
+        """The config of the variables `PARALLELISM_CONFIG_DP_REPLICATE_SIZE` and so on, which `accelerate launch` sets; 1 where one is not set.
+
+        Raises:
+            ValueError: `PARALLELISM_CONFIG_SP_SIZE` is above 1. RuntimeError: one is no integer.
+        """
+        return cls._without_sp(
+            _env.parallelism(field.name for field in dataclasses.fields(cls)), _env.parallelism(["sp_size"])
+        )
+
+    def to_env(self) -> dict[str, str]:
+        """The variables that `from_env` reads.
+
+        Example:
+            >>> NDConfig(cp_size=4).to_env()["PARALLELISM_CONFIG_CP_SIZE"]
+            '4'
+        """
+        return {_env.parallelism_name(name): str(size) for name, size in self.sizes.items()}
+
+    @classmethod
+    def from_accelerate(cls, parallelism: Any) -> Self:
+        """The config of an Accelerate `ParallelismConfig`. The way back is `ParallelismConfig(**config.sizes)`, or
+        `ndwrap.accelerate.RingParallelismConfig(**config.sizes)`.
+
+        Raises:
+            ValueError: its `sp_size` is above 1.
+        """
+        sizes = {field.name: getattr(parallelism, field.name) for field in dataclasses.fields(cls)}
+        return cls._without_sp(sizes, {"sp_size": getattr(parallelism, "sp_size", 1)})
+
+    @classmethod
+    def from_axolotl(cls, settings: Mapping[str, Any]) -> Self:
+        """The config of an Axolotl config, whatever else is in it: `dp_replicate_size`, `dp_shard_size`, `context_parallel_size`,
+        `tensor_parallel_size`, each 1 where it is missing or null.
+
+        Example:
+            >>> NDConfig.from_axolotl({"context_parallel_size": 4, "sequence_len": 65536}).cp_size
+            4
+        """
+        names = {field.name: AXOLOTL.get(field.name, field.name) for field in dataclasses.fields(cls)}
+        return cls(**{name: 1 if (size := settings.get(theirs)) is None else size for name, theirs in names.items()})
+
+    def to_axolotl(self) -> dict[str, int]:
+        """The sizes by Axolotl's names."""
+        return {AXOLOTL.get(name, name): size for name, size in self.sizes.items()}
+
+    @classmethod
+    def _without_sp(cls, sizes: Mapping[str, int], sp: Mapping[str, int | None]) -> Self:
+        if (sp["sp_size"] or 1) > 1:
+            raise ValueError(
+                f"NDConfig: sp_size is {sp['sp_size']}; sequence parallelism over heads is not one of the axes here. Use cp_size."
+            )
+        return cls(**{name: 1 if size is None else size for name, size in sizes.items()})
 
     def resolve(self, world_size: int) -> Self:
         """The config for `world_size` ranks, with a number in place of -1.

@@ -26,6 +26,9 @@ def init_mesh(config: NDConfig, device_type: str | None = None) -> DeviceMesh:
     if it is not: from torchrun's variables, with NCCL on CUDA (each rank on the device of its local rank) and gloo on
     the CPU. Without torchrun it is a mesh of one process.
 
+    Consecutive ranks, which torchrun starts on one host, go to tp first, then to cp, then to the data axes: what is exchanged most
+    often stays inside of a host. A warning says where tp cannot.
+
     Args:
         config: sizes of the axes; one may be -1.
         device_type: "cuda" or "cpu"; None (default) is CUDA if there is a device for every process of this host. Their
@@ -57,6 +60,13 @@ def init_mesh(config: NDConfig, device_type: str | None = None) -> DeviceMesh:
         backend = "nccl" if device_type == "cuda" else "gloo"
         store = dist.HashStore() if world_size == 1 else None  # one process needs no rendezvous
         dist.init_process_group(backend, store=store, rank=_env.rank(), world_size=world_size)
+    if config.tp_size > 1 and processes % config.tp_size and dist.get_rank() == 0:
+        warnings.warn(
+            f"init_mesh: tp_size is {config.tp_size} and a host has {processes} processes, so that ranks of one tp group are on several "
+            "hosts and every layer waits for the network several times. Choose a tp_size that divides the processes of a host.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     mesh = init_device_mesh(device_type, tuple(config.sizes.values()), mesh_dim_names=AXES)
     for name, axes in FLATTENED.items():
         mesh[axes]._flatten(name)

@@ -23,6 +23,7 @@ def test_each_reads_its_own_variable(monkeypatch):
 def test_a_value_that_is_no_integer_is_named(monkeypatch, name):
     monkeypatch.setenv(name, "two")
     with pytest.raises(
-        RuntimeError, match=rf"{name} is 'two'; it must be an integer\. Launch with torchrun, or unset it\."
+        RuntimeError,
+        match=rf"{name} is 'two'; it must be an integer\. Launch with torchrun or accelerate, or unset it\.",
     ):
         VARIABLES[name]()

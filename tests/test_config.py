@@ -1,5 +1,6 @@
 """Sizes of the mesh: what is refused, what -1 becomes, and the files they are read from."""
 
+import argparse
 import dataclasses
 import re
 
@@ -77,3 +78,63 @@ def test_from_yaml(tmp_path):
     path.write_text("- 4\n")
     with pytest.raises(ValueError, match=r"mesh\.yaml holds a list; it must be a mapping"):
         NDConfig.from_yaml(path)
+
+
+SIZES = NDConfig(dp_replicate_size=2, dp_shard_size=-1, cp_size=4, tp_size=8)
+
+
+def test_to_yaml_and_back(tmp_path):
+    SIZES.to_yaml(tmp_path / "mesh.yaml")
+    assert (tmp_path / "mesh.yaml").read_text() == "dp_replicate_size: 2\ndp_shard_size: -1\ncp_size: 4\ntp_size: 8\n"
+    assert NDConfig.from_yaml(tmp_path / "mesh.yaml") == SIZES
+
+
+def test_to_a_command_line_and_back():
+    parser = argparse.ArgumentParser()
+    NDConfig.add_arguments(parser)
+    assert NDConfig.from_args(parser.parse_args([])) == NDConfig()
+    assert NDConfig.from_args(parser.parse_args(SIZES.to_args())) == SIZES
+
+
+def test_to_the_environment_and_back(monkeypatch):
+    for name in ("DP_REPLICATE", "DP_SHARD", "CP", "TP", "SP"):
+        monkeypatch.delenv(f"PARALLELISM_CONFIG_{name}_SIZE", raising=False)
+    assert NDConfig.from_env() == NDConfig()
+    for name, value in SIZES.to_env().items():
+        monkeypatch.setenv(name, value)
+    assert NDConfig.from_env() == SIZES
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    with pytest.raises(ValueError, match=r"sp_size is 2; .* not one of the axes here\. Use cp_size\."):
+        NDConfig.from_env()
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "four")
+    with pytest.raises(RuntimeError, match="PARALLELISM_CONFIG_CP_SIZE is 'four'; it must be an integer"):
+        NDConfig.from_env()
+
+
+def test_the_variables_are_those_that_accelerate_reads(monkeypatch):
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    config = NDConfig(dp_replicate_size=1, dp_shard_size=2, cp_size=4, tp_size=3)
+    for name, value in config.to_env().items():
+        monkeypatch.setenv(name, value)
+    assert NDConfig.from_accelerate(accelerate.ParallelismConfig()) == config
+
+
+def test_to_accelerate_and_back():
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    config = NDConfig(dp_shard_size=2, cp_size=4)
+    assert NDConfig.from_accelerate(accelerate.ParallelismConfig(**config.sizes)) == config
+    with pytest.raises(ValueError, match=r"sp_size is 2; .* Use cp_size\."):
+        NDConfig.from_accelerate(accelerate.ParallelismConfig(sp_size=2))
+
+
+def test_to_axolotl_and_back():
+    assert SIZES.to_axolotl() == {
+        "dp_replicate_size": 2,
+        "dp_shard_size": -1,
+        "context_parallel_size": 4,
+        "tensor_parallel_size": 8,
+    }
+    assert NDConfig.from_axolotl({**SIZES.to_axolotl(), "sequence_len": 4096}) == SIZES
+    assert NDConfig.from_axolotl({"context_parallel_size": None}) == NDConfig()
+    with pytest.raises(ValueError, match="cp_size is 0"):
+        NDConfig.from_axolotl({"context_parallel_size": 0})

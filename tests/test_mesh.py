@@ -1,11 +1,15 @@
 """The axes of the mesh, which ranks its groups hold, and meshes that the processes do not fill."""
 
+import os
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from ndwrap import NDConfig, global_loss, init_mesh
 from ndwrap.mesh import AXES, check_mesh
+from tests import processes
 from tests.processes import run
 
 
@@ -108,3 +112,21 @@ def test_a_mesh_with_other_axes_is_refused():
         check_mesh("parallelize", Mesh())
     with pytest.raises(ValueError, match="global_loss: mesh has the axes"):
         global_loss(None, Mesh())
+
+
+def make_with_hosts_of(rank, world_size, processes_of_a_host):
+    os.environ["LOCAL_WORLD_SIZE"] = str(processes_of_a_host)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        init_mesh(NDConfig(tp_size=2, cp_size=world_size // 2), "cpu")
+    return [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+
+
+def test_tensor_parallel_ranks_on_several_hosts_are_a_warning():
+    first, *others = processes.run_fresh(4, make_with_hosts_of, 1)
+    assert first == [
+        "init_mesh: tp_size is 2 and a host has 1 processes, so that ranks of one tp group are on several hosts and every layer waits for "
+        "the network several times. Choose a tp_size that divides the processes of a host."
+    ]
+    assert others == [[]] * 3
+    assert processes.run_fresh(4, make_with_hosts_of, 2) == [[]] * 4
