@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
+from ringattn.handshake import exchange
 from ringattn.testing import assert_matches, naive_attention
 from tests import processes
 
@@ -44,7 +45,6 @@ def soak(rank, world_size, seconds, calls):
     """(time, RSS) after every `SAMPLE_EVERY` calls, for `seconds` or for `calls`; every tenth result is compared with the oracle's."""
     draw, group, trace = random.Random(0), dist.group.WORLD, []
     began, done = time.monotonic(), 0
-    going = torch.ones(1)
     while True:
         if (
             done % DIFFERENT_CALLS == 0
@@ -66,9 +66,9 @@ def soak(rank, world_size, seconds, calls):
         done += 1
         if done % SAMPLE_EVERY == 0:  # and not more often, since what is written down counts too
             trace.append((time.monotonic() - began, resident_mib()))
-            going.fill_(float(done < calls if calls else trace[-1][0] < seconds))
-            dist.broadcast(going, 0)  # rank 0's clock ends it for all
-            if not going.item():
+            going = done < calls if calls else trace[-1][0] < seconds
+            # rank 0's clock ends it for all; no collective, of which torch's flight recorder keeps the last 2000
+            if exchange({"going": str(going)}, group.group_name, 60)[0]["going"] == "False":
                 return trace
 
 
