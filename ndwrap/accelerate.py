@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringattn.hf
 from ndwrap.config import NDConfig
+from ndwrap.parallelize import apply_tp
 
 __all__ = ["RingParallelismConfig", "attach"]
 
@@ -31,7 +32,7 @@ class RingParallelismConfig(ParallelismConfig):
     `dp_shard_size=1`, copies (DDP).
 
     Raises:
-        ValueError: `sp_size` or `tp_size` is above 1, or, by `Accelerator`, the sizes do not multiply up to the number of processes.
+        ValueError: `sp_size` is above 1, or, by `Accelerator`, the sizes do not multiply up to the number of processes.
     """
 
     def __post_init__(self) -> None:
@@ -40,11 +41,6 @@ class RingParallelismConfig(ParallelismConfig):
         super().__post_init__()
         self._set_size("dp_replicate", NDConfig.from_env().dp_replicate_size if replicas is None else replicas)
         NDConfig.from_accelerate(self)
-        if self.tp_size > 1:
-            raise ValueError(
-                f"RingParallelismConfig: tp_size is {self.tp_size}; tensor parallelism in Accelerate's loop is not supported, use "
-                "ndwrap.parallelize in a loop of your own."
-            )
 
     @property
     def cp_enabled(self) -> bool:
@@ -52,9 +48,14 @@ class RingParallelismConfig(ParallelismConfig):
         return False
 
     @property
+    def tp_enabled(self) -> bool:
+        """False: `attach` applies tensor parallelism, and Accelerate's own stays off."""
+        return False
+
+    @property
     def non_dp_dim_names(self) -> list[str]:
         """Axes along which ranks see the same batch."""
-        return [*super().non_dp_dim_names, *self._cp]
+        return [*super().non_dp_dim_names, *["tp"] * (self.tp_size > 1), *self._cp]
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
@@ -86,7 +87,8 @@ class RingParallelismConfig(ParallelismConfig):
 
 
 def attach(model: nn.Module, accelerator: Accelerator, layout: Any = "zigzag", **options: Any) -> nn.Module:
-    """`ringattn.hf.attach` over the cp axis of the accelerator, before `accelerator.prepare`; the same model.
+    """Tensor parallelism over the tp axis and `ringattn.hf.attach` over the cp axis of the accelerator, before `accelerator.prepare`; the
+    same model.
 
     Afterwards the loop gives the model the whole batch, as the prepared data loader yields it: the same on the cp ranks of a data rank, another on
     each data rank. `outputs.loss` is such that its mean over ranks is the loss of the global batch, and so are the gradients that FSDP2 or
@@ -96,7 +98,7 @@ def attach(model: nn.Module, accelerator: Accelerator, layout: Any = "zigzag", *
         model: loaded with `attn_implementation="ringattn"`, or any other, which is changed. options: those of `ringattn.hf.attach`.
 
     Raises:
-        ValueError: the accelerator's `parallelism_config` is no `RingParallelismConfig`.
+        ValueError: the accelerator's `parallelism_config` is no `RingParallelismConfig`, or it has tp without FSDP2.
         NotImplementedError: as `ringattn.hf.attach`.
     """
     parallelism = accelerator.state.parallelism_config
@@ -115,4 +117,11 @@ def attach(model: nn.Module, accelerator: Accelerator, layout: Any = "zigzag", *
         )
     }
     model.set_attn_implementation("ringattn")  # type: ignore[operator]
+    if mesh is not None and "tp" in names:
+        if not accelerator.is_fsdp2:
+            raise ValueError(
+                f"ndwrap.accelerate.attach: tp_size is {parallelism.tp_size} without FSDP2; DDP takes no tensor parallel weights. Pass "
+                "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), ...)."
+            )
+        apply_tp(model, mesh["tp"])
     return ringattn.hf.attach(model, groups["cp"], layout, data_group=groups["dp"], **options)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 import ringattn.hf
 from ndwrap.mesh import check_mesh
 
-__all__ = ["parallelize"]
+__all__ = ["apply_tp", "parallelize"]
 
 PERIOD = 65521  # of the positions' weights; prime, so that it divides the size of no usual row
 
@@ -293,6 +293,15 @@ def _plan(model: Any, config: Any) -> dict[str, str]:
         return {}
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
     return {prefix + pattern: style for pattern, style in base.items()} | (getattr(type(model), "_tp_plan", None) or {})
+
+
+def apply_tp(model: Any, tp: DeviceMesh) -> None:
+    """Spread the model's matrix products over `tp`, by its own plan: every parameter becomes a DTensor.
+
+    Raises:
+        ValueError: model and plan do not go with the size of `tp`.
+    """
+    _apply_tp(model, tp, _tp_styles(model, tp.size()))
 
 
 def _apply_tp(model: Any, tp: DeviceMesh, styles: dict[str, str]) -> None:

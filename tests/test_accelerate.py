@@ -11,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from tests import processes
 
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # noqa: E402
+
 from ndwrap import NDConfig  # noqa: E402
 from ndwrap.accelerate import RingParallelismConfig, attach  # noqa: E402
 
@@ -50,6 +52,13 @@ def train(rank, world_size, name, sizes):
     as_launched(rank, world_size)
     parallelism = RingParallelismConfig(**sizes)
     accelerator = accelerate.Accelerator(cpu=True, parallelism_config=parallelism)
+    if {"dp_shard_size", "tp_size"} & sizes.keys():
+        # Accelerate has FSDP on GPUs only, by this type; what it does then runs on a CPU too
+        wrapped = [type(make(name).model.layers[0]).__name__]
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=wrapped
+        )
     model = make(name)
     attach(model, accelerator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -64,7 +73,10 @@ def train(rank, world_size, name, sizes):
             optimizer.step()
             optimizer.zero_grad()
         seen.append((accelerator.reduce(loss.detach(), "mean").item(), float(norm)))
-    weights = {key: value.clone() for key, value in accelerator.unwrap_model(model).state_dict().items()}
+    weights = {
+        key: getattr(value, "full_tensor", value.clone)()
+        for key, value in accelerator.unwrap_model(model).state_dict().items()
+    }
     mesh = accelerator.torch_device_mesh
     return seen, weights, (mesh.mesh_dim_names, tuple(mesh.shape))
 
@@ -93,12 +105,22 @@ def train_alone(name, dp):
     [
         ("llama", {"cp_size": 2}, ("cp",)),
         ("mistral", {"dp_replicate_size": 2, "cp_size": 2}, ("dp_replicate", "cp")),
+        ("mistral", {"dp_shard_size": 2, "cp_size": 2}, ("dp_shard", "cp")),
+        ("llama", {"cp_size": 2, "tp_size": 2}, ("cp", "tp")),
+        pytest.param(
+            *("llama", {"dp_shard_size": 2, "cp_size": 2, "tp_size": 2}, ("dp_shard", "cp", "tp")),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("llama", {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}, ("dp_replicate", "dp_shard", "cp")),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_loop_of_accelerate_trains_as_one_process(name, sizes, names):
-    dp = sizes.get("dp_replicate_size", 1)
+    dp = sizes.get("dp_replicate_size", 1) * sizes.get("dp_shard_size", 1)
     want, want_weights = train_alone(name, dp)
-    for seen, weights, mesh in processes.run_fresh(2 * dp, train, name, sizes, timeout=100):
+    for seen, weights, mesh in processes.run_fresh(2 ** len(names), train, name, sizes, timeout=100):
         assert mesh == (names, tuple([2] * len(names)))
         # transformers' loss is in fp32
         torch.testing.assert_close(torch.tensor(seen), torch.tensor(want), rtol=1e-5, atol=0)
@@ -132,6 +154,9 @@ def refuse(rank, world_size):
     for make_accelerator in (
         lambda: accelerate.Accelerator(cpu=True, parallelism_config=RingParallelismConfig(cp_size=3)),
         lambda: attach(make("llama"), accelerate.Accelerator(cpu=True)),
+        lambda: attach(
+            make("llama"), accelerate.Accelerator(cpu=True, parallelism_config=RingParallelismConfig(tp_size=2))
+        ),
     ):
         try:
             make_accelerator()
@@ -142,13 +167,12 @@ def refuse(rank, world_size):
 
 
 def test_what_is_refused():
-    for sizes, accelerator in processes.run_fresh(2, refuse):
+    for sizes, accelerator, tp in processes.run_fresh(2, refuse):
+        assert "tp_size is 2 without FSDP2; DDP takes no tensor parallel weights." in tp
         assert sizes.endswith("= 1*1*3*1 = 3 but the world size is 2; launch 3 processes or change a size.")
         assert re.match(
             r"ndwrap\.accelerate\.attach: parallelism_config is a NoneType; it must be a RingParallelismConfig\.",
             accelerator,
         )
-    with pytest.raises(ValueError, match=r"tp_size is 2; .* use ndwrap\.parallelize in a loop of your own"):
-        RingParallelismConfig(tp_size=2)
     with pytest.raises(ValueError, match=r"sp_size is 2; .* Use cp_size\."):
         RingParallelismConfig(sp_size=2)
