@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,7 +22,7 @@ import ringattn.hf
 from ndwrap.config import NDConfig
 from ndwrap.parallelize import apply_tp
 
-__all__ = ["RingParallelismConfig", "attach"]
+__all__ = ["RingParallelismConfig", "attach", "attach_by_state"]
 
 
 @dataclasses.dataclass
@@ -101,27 +102,30 @@ def attach(model: nn.Module, accelerator: Accelerator, layout: Any = "zigzag", *
         ValueError: the accelerator's `parallelism_config` is no `RingParallelismConfig`, or it has tp without FSDP2.
         NotImplementedError: as `ringattn.hf.attach`.
     """
-    parallelism = accelerator.state.parallelism_config
+    return attach_by_state("ndwrap.accelerate.attach", model, accelerator.state, layout, **options)
+
+
+def attach_by_state(who: str, model: Any, state: AcceleratorState, layout: Any, **options: Any) -> Any:
+    """`attach` where there is no accelerator at hand; `who` is what messages name."""
+    parallelism = state.parallelism_config
     if not isinstance(parallelism, RingParallelismConfig):
         raise ValueError(
-            f"ndwrap.accelerate.attach: parallelism_config is a {type(parallelism).__name__}; it must be a RingParallelismConfig. Pass "
-            "Accelerator(parallelism_config=ndwrap.accelerate.RingParallelismConfig(cp_size=...))."
+            f"{who}: parallelism_config is a {type(parallelism).__name__}; it must be a RingParallelismConfig. Pass "
+            "parallelism_config=ndwrap.accelerate.RingParallelismConfig(cp_size=...)."
         )
-    mesh: DeviceMesh | None = accelerator.torch_device_mesh
+    mesh: DeviceMesh | None = state.device_mesh
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    groups = {
-        name: mesh[axis].get_group() if mesh is not None and used else None
-        for name, axis, used in (
-            ("cp", "cp", "cp" in names),
-            ("dp", "dp", bool({"dp_replicate", "dp_shard"} & set(names))),
-        )
-    }
-    model.set_attn_implementation("ringattn")  # type: ignore[operator]
+
+    def group(axis: str, *parts: str) -> dist.ProcessGroup | None:
+        return mesh[axis].get_group() if mesh is not None and set(parts) & set(names) else None
+
+    model.set_attn_implementation("ringattn")
     if mesh is not None and "tp" in names:
-        if not accelerator.is_fsdp2:
+        if not state.is_fsdp2:
             raise ValueError(
-                f"ndwrap.accelerate.attach: tp_size is {parallelism.tp_size} without FSDP2; DDP takes no tensor parallel weights. Pass "
-                "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), ...)."
+                f"{who}: tp_size is {parallelism.tp_size} without FSDP2; DDP takes no tensor parallel weights. Pass "
+                "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)."
             )
         apply_tp(model, mesh["tp"])
-    return ringattn.hf.attach(model, groups["cp"], layout, data_group=groups["dp"], **options)
+    data_group = group("dp", "dp_replicate", "dp_shard")
+    return ringattn.hf.attach(model, group("cp", "cp"), layout, data_group=data_group, **options)

@@ -87,8 +87,9 @@ def attach(
         layout: "zigzag" (default), "contiguous", "striped", a layout value, or "auto": for each batch that of
             `ringattn.choose_layout`, from what its layers without a window see.
         loss_scale: "fsdp" (default) as above, where `num_items_in_batch`, if the caller gives it, is the number of
-            labelled tokens over all data ranks and accumulated micro-batches; "caller" hands the caller's
-            `num_items_in_batch` to the loss function untouched.
+            labelled tokens over all data ranks and accumulated micro-batches; "caller" (for the Trainer) hands the
+            caller's `num_items_in_batch` to the loss function untouched, requires labels in training, and returns no
+            logits beside labels in evaluation, where the caller would take some rows for all.
         data_group: ranks that hold other batches, over which labelled tokens are counted (one all-reduce); None
             (default): this batch is all there is. Every data rank must pass labels, and `num_items_in_batch`, or none.
         backend: block kernels, "auto" by default.
@@ -384,6 +385,8 @@ class Hook:
             return self._last_logits(output, ring.last_rank)
         if ring.loss is not None:
             output = with_loss(output, ring.loss)
+        if self.settings.loss_scale == "caller" and not module.training and "loss" in output:
+            output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
         return output if ring.rows else _no_rows(output)
 
     def _last_logits(self, output: Any, last_rank: int) -> Any:
@@ -491,7 +494,7 @@ class Hook:
                     f"{who}: labels are given, and the loss of this class is not the cross-entropy of its logits; leave "
                     "them out, and take the loss from the logits."
                 )
-            if s.loss_scale == "caller" and "num_items_in_batch" not in given:
+            if s.loss_scale == "caller" and self.module.training and "num_items_in_batch" not in given:
                 raise ValueError(f"{who}: num_items_in_batch is None; with loss_scale='caller' it must be given.")
             if "shift_labels" in given:
                 labels = given["shift_labels"]
@@ -502,6 +505,11 @@ class Hook:
             if facts.is_split and not has_experts:
                 local["labels"] = local["shift_labels"] = mine
             local["num_items_in_batch"] = given.get("num_items_in_batch")
+        elif s.loss_scale == "caller" and self.module.training and "labels" in self.parameters and cache is None:
+            raise NotImplementedError(
+                f"{who}: labels are None in training with loss_scale='caller'; they must be given. What makes a loss of logits outside of the "
+                "model (label smoothing, compute_loss_func and the like) has some rows on each rank only, and is not supported."
+            )
         last = int(ids.max()) if _has_local_rope(config) else None
         local["ring"] = RingContext(
             s.group,
@@ -611,7 +619,7 @@ class Hook:
     def _items(self, items: Any, labels: Tensor) -> Any:
         """What the loss function divides the sum over this rank's rows by."""
         s = self.settings
-        if s.loss_scale == "caller":
+        if s.loss_scale == "caller" and items is not None:
             return items
         if items is None:
             items = (labels != IGNORED).sum()
