@@ -17,15 +17,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import yaml
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
-from ndwrap import NDConfig, clip_grad_norm_, global_loss, init_mesh, parallelize
+from ndwrap import (
+    NDConfig,
+    clip_grad_norm_,
+    export_hf,
+    global_loss,
+    init_mesh,
+    load_checkpoint,
+    parallelize,
+    save_checkpoint,
+)
 
 TEXT_SUFFIXES = {".md", ".py", ".rst", ".txt"}
 TEXT_BYTES = 4_000_000  # enough for every run here, and a tokenizer reads it in seconds
@@ -63,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--log-path", type=Path, help="JSON lines: step, loss, grad_norm, tokens_per_s")
     parser.add_argument("--save-dir", type=Path, help="for checkpoints, and for the whole model at the end")
     parser.add_argument("--checkpoint-frequency", type=int, default=0, help="steps between checkpoints; 0: none")
-    parser.add_argument("--resume", type=Path, help="a checkpoint's folder, SAVE_DIR/step_N")
+    parser.add_argument("--resume", type=Path, help="go on from the newest checkpoint of this --save-dir")
 
     argv = sys.argv[1:] if argv is None else argv
     config = parser.parse_known_args(argv)[0].config
@@ -162,33 +169,6 @@ def build_model(args: argparse.Namespace) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def save_checkpoint(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Every rank writes its own shards of the model and of the optimizer."""
-    model_state, optimizer_state = dcp_state.get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state, "step": step}, checkpoint_id=folder)
-
-
-def load_checkpoint(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
-    """Fill model and optimizer from a checkpoint, of this mesh or of another; the number of steps already made."""
-    model_state, optimizer_state = dcp_state.get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    dcp.load(state, checkpoint_id=folder)
-    dcp_state.set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return state["step"]
-
-
-def save_model(folder: Path, model: PreTrainedModel, model_name: str | None = None) -> None:
-    """Gather the weights on rank 0, which writes them, and the tokenizer of `model_name`, for `from_pretrained`."""
-    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(model, options=options)
-    if dist.get_rank() == 0:
-        whole = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype, attn_implementation="sdpa")
-        whole.load_state_dict(weights)
-        whole.save_pretrained(folder)
-        if model_name is not None:
-            AutoTokenizer.from_pretrained(model_name).save_pretrained(folder)
-
-
 def main() -> None:
     args = parse_args()
     # With tp the logits are a view of what FSDP returns, which must not be written to in place; nothing here does.
@@ -238,11 +218,13 @@ def main() -> None:
             log.write(json.dumps(row) + "\n")
             log.flush()
         if args.checkpoint_frequency and (step + 1) % args.checkpoint_frequency == 0:
-            save_checkpoint(args.save_dir / f"step_{step + 1}", model, optimizer, step + 1)
+            save_checkpoint(args.save_dir, model, optimizer, step=step + 1)
 
     steps.close()
     if args.save_dir is not None:
-        save_model(args.save_dir, model, args.model_name)
+        export_hf(model, args.save_dir)
+        if is_first and args.model_name is not None:
+            AutoTokenizer.from_pretrained(args.model_name).save_pretrained(args.save_dir)
     if log is not None:
         log.close()
     dist.destroy_process_group()

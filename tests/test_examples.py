@@ -181,7 +181,7 @@ def test_a_run_continues_on_another_mesh_from_its_checkpoint(tmp_path):
         "--batch-size",
         2,
         "--resume",
-        tmp_path / "step_2",
+        tmp_path,
         "--log-path",
         tmp_path / "log",
         "--save-dir",
