@@ -169,6 +169,13 @@ def build_model(args: argparse.Namespace) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
+def save_model(folder: Path, model: PreTrainedModel, model_name: str | None = None) -> None:
+    """Write the whole model, and the tokenizer of `model_name`, for `from_pretrained`."""
+    export_hf(model, folder)
+    if dist.get_rank() == 0 and model_name is not None:
+        AutoTokenizer.from_pretrained(model_name).save_pretrained(folder)
+
+
 def main() -> None:
     args = parse_args()
     # With tp the logits are a view of what FSDP returns, which must not be written to in place; nothing here does.
@@ -222,9 +229,7 @@ def main() -> None:
 
     steps.close()
     if args.save_dir is not None:
-        export_hf(model, args.save_dir)
-        if is_first and args.model_name is not None:
-            AutoTokenizer.from_pretrained(args.model_name).save_pretrained(args.save_dir)
+        save_model(args.save_dir, model, args.model_name)
     if log is not None:
         log.close()
     dist.destroy_process_group()

@@ -48,7 +48,7 @@ class Run:
         torch.manual_seed(seed)
         self.model = parallelize(LlamaForCausalLM(LlamaConfig(**SIZES, **changes)), self.mesh).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         self.data = Count()
 
     @property
