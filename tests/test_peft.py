@@ -57,3 +57,9 @@ def test_adapters_train_as_in_one_process(attach):
         for name, grad in grads.items():
             assert grad.abs().max() > 0
             torch.testing.assert_close(found_grads[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_check_sees_through_the_wrapper():
+    assert "LlamaForCausalLM, 9 tokens, batch 1, rank 0 of 2" in hf.check(
+        adapted("ringattn"), {"input_ids": torch.zeros(1, 9, dtype=torch.long)}, world_size=2
+    )

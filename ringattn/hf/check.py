@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ringattn.balance import choose_layout
 from ringattn.hf.attention import RingContext, Seen
-from ringattn.hf.model import STATE, Hook, Settings, State, check_model, mark, size_rank
+from ringattn.hf.model import STATE, Hook, Settings, State, check_model, mark, size_rank, unwrapped
 from ringattn.kernels import Request, choose
 from ringattn.layout import Layout
 from ringattn.plan import build_plan
@@ -33,7 +33,7 @@ def check(
     forward. A model that is refused, or a batch, is one line with the reason. Ranks do not talk to each other.
 
     Args:
-        model: of transformers, with weights; attached or not.
+        model: of transformers, in PEFT's wrapper or not, with weights; attached or not.
         batch: the whole batch, as the model would get it.
         world_size: ranks; default those of the group that the model is attached to, else 1. layout, backend: those
             that the model is attached with, else "zigzag" and "auto".
@@ -62,6 +62,7 @@ def _lines(
     layout: Layout | None,
     backend: str | None,
 ) -> list[str]:
+    model = unwrapped(model)
     state: State | None = getattr(model, STATE, None)
     is_new = state is None
     state = state or State(Settings(None, "zigzag", "fsdp", None, "auto", None))

@@ -22,7 +22,7 @@ from ringattn.hf.trial import CONVENTIONS, Facts, try_out
 from ringattn.layout import Layout, positions, resolve
 from ringattn.transport import VirtualWorld, group_name
 
-__all__ = ["STATE", "Hook", "Settings", "State", "attach", "check_model", "mark", "size_rank"]
+__all__ = ["STATE", "Hook", "Settings", "State", "attach", "check_model", "mark", "size_rank", "unwrapped"]
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
@@ -108,42 +108,45 @@ def attach(
         >>> attach(model, None)(torch.zeros(1, 5, dtype=torch.long)).logits.shape
         torch.Size([1, 5, 8])
     """
-    if callable(inner := getattr(model, "get_base_model", None)):  # PEFT's wrapper, which hands the batch on
-        attach(inner(), group, layout, loss_scale=loss_scale, data_group=data_group, backend=backend, timeout=timeout)
-        return model
     _check_group("group", group)
     _check_group("data_group", data_group)
-    config = check_model(model, _size(group))
+    base = unwrapped(model)
+    config = check_model(base, _size(group))
     if loss_scale not in ("fsdp", "caller"):
         raise ValueError(f"ringattn.hf.attach: loss_scale is {loss_scale!r}; it must be 'fsdp' or 'caller'.")
     if layout != "auto":
         resolve(layout)
     settings = Settings(group, layout, loss_scale, data_group, backend, timeout)
-    old: State | None = getattr(model, STATE, None)
+    old: State | None = getattr(base, STATE, None)
     if old is not None and old.settings == settings:
         return model
     state = State(settings)
-    mark(model, True)
-    if not any(p.is_meta for p in model.parameters()):
+    mark(base, True)
+    if not any(p.is_meta for p in base.parameters()):
         try:
-            state.learn("ringattn.hf.attach", model, config)
+            state.learn("ringattn.hf.attach", base, config)
         except FloatingPointError:  # weights that are still to be loaded
             pass
         except Exception:
-            mark(model, old is not None)
+            mark(base, old is not None)
             raise
     if old is not None:
         old.remove()
-    decoder = _decoder(model)
-    for module in (model,) if decoder is model else (model, decoder):
+    decoder = _decoder(base)
+    for module in (base,) if decoder is base else (base, decoder):
         hook = Hook(state, module, is_outer=module is not decoder)
         state.handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
         state.handles.append(module.register_forward_hook(hook.after, with_kwargs=True))
-    for rope in _local_ropes(model):
+    for rope in _local_ropes(base):
         state.handles.append(rope.register_forward_pre_hook(_lengthen, with_kwargs=True))
         state.handles.append(rope.register_forward_hook(_shorten, with_kwargs=True))
-    setattr(model, STATE, state)
+    setattr(base, STATE, state)
     return model
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """The model of transformers in PEFT's wrapper, which hands the batch on; any other model is itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 class State:
