@@ -118,9 +118,11 @@ def test_the_cache_of_the_prompt_is_split_over_ranks():
         assert rows == [2, 5]
 
 
-def test_one_process_without_attach():
-    model, dense = make("gemma2", "ringattn"), make("gemma2", "eager")
-    found, want = (told(m.generate(**prompt(2, 13), max_new_tokens=STEPS, **GREEDY)) for m in (model, dense))
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"use_cache": False}])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_one_process_without_attach(family, options):
+    model, dense = make(family, "ringattn"), make(family, "eager" if family == "gemma2" else "sdpa")
+    found, want = (told(m.generate(**prompt(2, 13), max_new_tokens=STEPS, **GREEDY, **options)) for m in (model, dense))
     assert found[0].tolist() == want[0].tolist()
     torch.testing.assert_close(found[1], want[1], rtol=1e-4, atol=1e-4)
 

@@ -68,12 +68,14 @@ class Asked:
     q_offset: Any
     kv_offset: Any
 
+    ndim = 4  # as transformers has it of a mask that is made: it is passed on
+
 
 @torch.compiler.disable
 def ask(
     *,
     mask_function: Callable[..., Any],
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Asked | None = None,
     q_offset: Any = 0,
     kv_offset: Any = 0,
     cache_position: Tensor | None = None,
@@ -84,6 +86,8 @@ def ask(
     Raises:
         NotImplementedError: transformers passes a keyword that is not known here.
     """
+    if isinstance(attention_mask, Asked):  # made before the model was called, for a cache of fixed size
+        return attention_mask
     if unknown := sorted(kwargs.keys() - HINTS):
         raise NotImplementedError(
             f"ringattn.hf: transformers passes {unknown[0]} to the mask function, which is not known here; use a version of "
