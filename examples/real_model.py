@@ -77,8 +77,9 @@ def measure(model: PreTrainedModel, tokens: Tensor, new_tokens: int) -> Measured
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     model.eval()
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "use_cache": True}
-    found = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
-    return Measured(loss.item(), seconds, grads, found[0, tokens.shape[1] :].tolist())
+    prompt = tokens[:, : tokens.shape[1] - new_tokens]  # the model is for so many tokens and no more
+    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    return Measured(loss.item(), seconds, grads, found[0, prompt.shape[1] :].tolist())
 
 
 def norm(grads: list[Tensor]) -> float:
