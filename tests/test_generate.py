@@ -176,6 +176,10 @@ def shorten(cache):
         (lambda cache: {"attention_mask": torch.tensor([[1] * 6 + [0]])}, "attention_mask hides new tokens"),
         (shorten, "a layer's cache holds 5 rows and should hold 7; a cache that was cut is not supported"),
         (lambda cache: {"use_cache": False}, "use_cache is False with"),
+        (
+            lambda cache: {"cache_position": torch.tensor([5])},
+            r"cache_position is a tensor .* from \[5\]; the cache holds 6 tokens, and it must go on from there",
+        ),
     ],
 )  # fmt: skip
 def test_what_new_tokens_may_not_be(given, message):

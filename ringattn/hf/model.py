@@ -433,6 +433,13 @@ class Hook:
             for name in ("labels", "shift_labels"):
                 if name in given:
                     raise NotImplementedError(f"{who}: {name} are given with a cache; leave them out, or the cache.")
+            # older versions say so beside positions, where the tokens stand in the cache
+            done = 0 if (prompt := prompt_of(given["cache"])) is None else prompt.total
+            at = given.pop("cache_position", None)
+            if at is not None and at.tolist() != list(range(done, done + len(at))):
+                raise NotImplementedError(
+                    f"{who}: cache_position is {text(at)} from {at[:1].tolist()}; the cache holds {done} tokens, and it must go on from there."
+                )
         for name, good, why in (
             ("output_attentions", False, "attention weights are never formed"),
             ("is_causal", True, "what a layer sees is in its mask; set it in the config"),
